@@ -1,7 +1,7 @@
 """Dual-batch overlap for LLM serving: compute one micro-batch while another communicates.
 
-The names here need neither torch nor vLLM. vLLM loads the plugin through its entry point; see README.md. What else is
-public is in docs/public-api.md.
+These names need neither torch nor vLLM. vLLM loads the plugin through its entry point; see README.md. The rest of the
+public API is in docs/public-api.md.
 """
 
 from dbo_runtime.batch import Batch, BatchSlice

@@ -1,7 +1,7 @@
-"""What adapters are written against: their contracts, and what they declare communication with.
+"""The public names for adapter authors: contracts, and the interfaces that declare communication.
 
-The names here are those to import in an adapter. The code is in `dbo_runtime.adapters`, from which
-modules of this package import it.
+Import these names from here. The code is in `dbo_runtime.adapters`, which modules of this package import
+directly.
 """
 
 from dbo_runtime.adapters.communication import Collectives, ExpertParallel, LatentAttention

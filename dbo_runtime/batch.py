@@ -1,6 +1,6 @@
-"""Decide whether and where to cut a scheduled batch: pure functions of integers.
+"""Decide whether to split a scheduled batch and where to cut it: pure functions of integers.
 
-All ranks hold the same integers, so all decide alike.
+All ranks hold the same integers, so they all decide alike.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from itertools import accumulate, pairwise
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 
-# A request boundary within this share of a micro-batch from the even cut is preferred to a cut inside a request: then
-# results are bit-identical, and attention over the head runs once. vllm-ascend #941 tolerates the same imbalance.
+# A request boundary within this share of a micro-batch from the even cut is preferred to a cut inside a request:
+# results are then bit-identical, and attention over the head runs only once. vllm-ascend #941 tolerates the same
+# imbalance.
 BOUNDARY_TOLERANCE = 0.1
 
-# A smallest micro-batch below this share of an even one would pay the fixed cost of every collective once more and hide
-# next to nothing.
+# A smallest micro-batch below this share of an even one would hide next to nothing, but would pay the fixed cost of
+# every collective once more.
 MIN_SHARE = 0.1
 
-SHARE_ROUNDS = 60  # bisections of the work of the largest micro-batch: to the last bit of a float
+SHARE_ROUNDS = 60  # bisections of the largest micro-batch's work, enough for the last bit of a float
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A scheduled batch; what planning needs of all its requests is computed once.
+    """A scheduled batch. Properties of all its requests that planning needs are computed only once.
 
     Attributes:
-        query_lens: tokens of each request in this step, in batch order.
-        prefill_tokens: how many of them belong to prefills.
+        query_lens: each request's number of tokens in this step, in batch order.
+        prefill_tokens: number of tokens that belong to prefills.
         cuttable: whether the attention backends accept a request that is cut inside.
-        decode_len: longest query that is a decode, with drafts; a piece of a cut request must be longer, or it would
-            change from prefill to decode.
-        context_lens: tokens of each request that are in the KV cache already; () if they were not read.
-        cuts_decodes: whether the backends accept a decode with drafts that is cut inside, where ranks agreed to.
+        decode_len: longest query that counts as a decode, drafts included. Each part of a cut request must be longer,
+            or it would change from prefill to decode.
+        context_lens: each request's number of tokens already in the KV cache; () if they were not read.
+        cuts_decodes: whether the backends accept a decode with drafts that is cut inside, where ranks agreed on the
+            cut.
     """
 
     query_lens: tuple[int, ...]
@@ -48,32 +50,32 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests together."""
+        """Number of tokens of all requests."""
         return self.starts[-1]
 
     @cached_property
     def starts(self) -> Sequence[int]:
-        """The offset of each request's first token, and of the end [requests + 1]."""
+        """Offset of each request's first token, then of the end [requests + 1]."""
         requests = len(self.query_lens)
-        if self.query_lens.count(1) == requests:  # decodes, as in most steps
+        if self.query_lens.count(1) == requests:  # all are decodes, as in most steps
             return range(requests + 1)
         return list(accumulate(self.query_lens, initial=0))
 
     @cached_property
     def long_requests(self) -> Sequence[int]:
-        """The numbers of the requests that have not just one token; padding may have none."""
+        """Indices of the requests that do not have exactly one token. Padding may have none."""
         singles = self.query_lens.count(1)
-        if self.query_lens[:singles].count(1) == singles:  # decodes come first, as vLLM often has them
+        if self.query_lens[:singles].count(1) == singles:  # decodes come first, as vLLM often orders them
             return range(singles, len(self.query_lens))
         return [number for number, length in enumerate(self.query_lens) if length != 1]
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """Tokens of each request that are in the KV cache already; 0 if they were not read."""
+        """Each request's number of tokens already in the KV cache; 0 if they were not read."""
         return self.context_lens or (0,) * len(self.query_lens)
 
     def pad(self, tokens: int) -> Batch:
-        """Return the batch with padding at its end, up to *tokens* tokens, between which it may be cut anywhere."""
+        """Return the batch padded at its end to *tokens* tokens. It may be cut anywhere in the padding."""
         padding = tokens - self.tokens
         if padding <= 0:
             return self
@@ -83,7 +85,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSlice:
-    """A micro-batch: half-open ranges of requests and of tokens. A request that is cut inside is in two slices."""
+    """A micro-batch: half-open ranges of requests and tokens. A request that is cut inside is in two micro-batches."""
 
     first_request: int
     last_request: int
@@ -102,18 +104,18 @@ class BatchSlice:
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of this micro-batch."""
         return self.last_token - self.first_token
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What a step must have to be split where nothing is predicted. By default, whatever can be split is.
+    """Minimum requirements for splitting a step without a prediction. By default every step that can be split is.
 
     Attributes:
-        tokens: the fewest tokens.
-        prefill_tokens: the fewest tokens of prefills.
-        share: the smallest micro-batch, as a share of an even one.
+        tokens: fewest tokens.
+        prefill_tokens: fewest tokens of prefills.
+        share: smallest micro-batch, as a share of an even one.
     """
 
     tokens: int = 1
@@ -121,22 +123,22 @@ class Thresholds:
     share: float = 0.0
 
     def decline_early(self, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens is not split, whatever else is in it; None if that depends on more."""
+        """Return why a step of *tokens* tokens is never split; None if that depends on more than the number."""
         if tokens < self.tokens:
             return Decline("fewer tokens than DBO_MIN_TOKENS", f"{tokens} < {self.tokens}")
         return None
 
     def check_prefill(self, tokens: int) -> Decline | None:
-        """Return why a step with so many *tokens* of prefills is not split, or None."""
+        """Return why a step with this many prefill *tokens* is not split, or None."""
         if tokens < self.prefill_tokens:
             return Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", f"{tokens} < {self.prefill_tokens}")
         return None
 
 
 def decide(batch: Batch, parts: int, thresholds: Thresholds) -> tuple[BatchSlice, ...] | Decline:
-    """Decide whether to split into *parts* micro-batches, and where.
+    """Decide whether to split into *parts* micro-batches, and where to cut.
 
-    There are fewer micro-batches than asked for where the batch allows no more cuts.
+    Returns fewer micro-batches than *parts* if the batch does not allow more cuts.
     """
     early = thresholds.decline_early(batch.tokens) or thresholds.check_prefill(batch.prefill_tokens)
     if early is not None:
@@ -154,12 +156,12 @@ def decide(batch: Batch, parts: int, thresholds: Thresholds) -> tuple[BatchSlice
 def decide_data_parallel(
     tokens: Sequence[int], parts: int, thresholds: Thresholds
 ) -> tuple[tuple[int, ...], ...] | Decline:
-    """Decide for all data parallel ranks at once: the tokens of every rank in each micro-batch [micro-batches][ranks].
+    """Decide for all data parallel ranks at once: each rank's tokens in each micro-batch [micro-batches][ranks].
 
-    A pure function of *tokens* of each rank [ranks], which is all that ranks know of each other, so that each knows the
-    cuts of all. They communicate in every micro-batch, so either all of them split or none does, into equally many
-    parts, as even as possible. The largest rank must have the fewest tokens: the others wait for it, so what it hides
-    is what all gain. Other ranks' prefills are not known.
+    A pure function of each rank's *tokens* [ranks], the only number that ranks know of each other, so every rank knows
+    the cuts of all ranks. Ranks communicate in every micro-batch, so either all of them split or none, into equally
+    many micro-batches, as even as possible. Only the largest rank must reach the minimum of tokens: the other ranks
+    wait for it, so all ranks gain the time that it hides. Prefills of other ranks are not known.
     """
     most = max(tokens)
     early = thresholds.decline_early(most)
@@ -169,11 +171,11 @@ def decide_data_parallel(
 
 
 def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:
-    """Return the tokens of every rank in each micro-batch [micro-batches][ranks], as even as possible.
+    """Return each rank's tokens in each micro-batch [micro-batches][ranks], as even as possible.
 
-    There are *parts* micro-batches, or as many as the largest rank has tokens. A rank with fewer, or with next to
-    nothing next to the largest, has all its tokens in the first micro-batch, so that its requests stay whole, and a
-    token of padding in each other one: it must take part.
+    There are *parts* micro-batches, or fewer if the largest rank has fewer tokens. A rank with fewer tokens than
+    micro-batches, or with very few compared to the largest rank, puts all its tokens into the first micro-batch, so
+    that its requests stay whole. In each other micro-batch it has one token of padding, because it must take part.
     """
     most, fewest = max(tokens), min(tokens)
     count = min(parts, most)
@@ -185,26 +187,26 @@ def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, .
 
 
 def list_shares(tokens: Sequence[int], counts: Iterable[int]) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the different ways to share out *tokens* [ranks] for each number of micro-batches, where there is one."""
+    """Return the different ways to share out *tokens* [ranks] over each number of micro-batches that is possible."""
     shares = dict.fromkeys(share_data_parallel(tokens, parts) for parts in counts)
     return [sizes for sizes in shares if not isinstance(sizes, Decline)]
 
 
 def _share(tokens: int, parts: int) -> list[int]:
-    """Return the tokens of one rank in each micro-batch."""
+    """Return one rank's tokens in each micro-batch."""
     edges = [tokens * part // parts for part in range(parts + 1)]
     return [right - left for left, right in pairwise(edges)]
 
 
 def share_evenly(batch: Batch, micro_batches: int) -> tuple[int, ...]:
-    """Return the token offsets of micro-batches of equally many tokens [micro-batches - 1]."""
+    """Return the token offsets that cut a batch into micro-batches of equal size [micro-batches - 1]."""
     return tuple(round(part * batch.tokens / micro_batches) for part in range(1, micro_batches))
 
 
 def share_by_work(work: Sequence[float], micro_batches: int) -> tuple[int, ...]:
-    """Return the requests to cut before, so that the largest *work* [requests] of a micro-batch is minimal.
+    """Return the indices of requests to cut before, to minimize the largest *work* [requests] of a micro-batch.
 
-    No request is cut inside. There are fewer cuts than asked for where another would not reduce that maximum.
+    No request is cut inside. Returns fewer cuts if another cut would not reduce the maximum.
     """
     low, high = max(work, default=0.0), sum(work)
     for _ in range(SHARE_ROUNDS):
@@ -214,7 +216,7 @@ def share_by_work(work: Sequence[float], micro_batches: int) -> tuple[int, ...]:
 
 
 def _fill(work: Sequence[float], limit: float) -> tuple[int, ...]:
-    """Return where to cut so that no part has more work than *limit*, except single requests that do."""
+    """Return cuts so that no micro-batch has more work than *limit*, unless a single request has more."""
     cuts, filled = [], 0.0
     for request, amount in enumerate(work):
         if request and filled + amount > limit:
@@ -225,9 +227,9 @@ def _fill(work: Sequence[float], limit: float) -> tuple[int, ...]:
 
 
 def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
-    """Return the token offsets at which to cut: those nearest to *targets*; a near request boundary is preferred.
+    """Return the token offsets to cut at: those nearest to *targets*, preferring a request boundary that is close.
 
-    Takes the nearest boundary, where vllm-ascend #941 takes the first within its tolerance.
+    Takes the nearest boundary. vllm-ascend #941 takes the first boundary within its tolerance.
     """
     share = batch.tokens / (len(targets) + 1)
     starts, last = batch.starts, len(batch.query_lens)
@@ -245,14 +247,14 @@ def place_cuts(batch: Batch, targets: Sequence[int]) -> tuple[int, ...]:
 
 
 def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tuple[BatchSlice, ...]:
-    """Turn token offsets into slices.
+    """Turn token offsets into micro-batches.
 
-    Cuts that are *agreed* with other ranks may leave a piece as short as a decode. Backends compute it as they do any
+    If other ranks *agreed* on the cuts, a part of a request may be as short as a decode. Backends compute it like any
     prompt that short; only the rounding differs.
 
     Raises:
-        SplitError: if the cuts are not increasing offsets inside the batch, or cut inside a request where the backend
-            cannot, or so near its end that the piece would turn from prefill into decode.
+        SplitError: the cuts are not increasing offsets inside the batch; or a cut is inside a request, and the backend
+            does not allow it, or a part of the request would be so short that it turns from prefill into decode.
     """
     edges = [0, *cuts, batch.tokens]
     if any(left >= right for left, right in pairwise(edges)):
@@ -284,7 +286,7 @@ def slice_batch(batch: Batch, cuts: Sequence[int], agreed: bool = False) -> tupl
 def _cut_inside(batch: Batch, target: int, previous: int) -> int | None:
     """Return the allowed cut nearest to *target*, after *previous* and inside the request of *target*, or None."""
     starts = batch.starts
-    request = bisect_right(starts, target, hi=len(batch.query_lens)) - 1  # the last one, if target is the very end
+    request = bisect_right(starts, target, hi=len(batch.query_lens)) - 1  # the last request, if target is the very end
     shortest = batch.decode_len + 1
     low, high = max(starts[request], previous) + shortest, starts[request + 1] - shortest
     return min(max(target, low), high) if low <= high else None

@@ -1,4 +1,4 @@
-"""A dictionary that forgets: what is cached for years of serving must not grow."""
+"""A dictionary of limited size: caches must not grow over years of serving."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Entry = TypeVar("Entry")
 
 
 class BoundedDict(dict[Key, Entry]):
-    """A dictionary of at most *max_size* entries, from which the oldest are dropped.
+    """A dictionary of at most *max_size* entries that drops the oldest ones.
 
-    It drops by age of insertion, not of use, so that ranks which are asked the same forget the same.
+    Age counts from insertion, not from use, so that ranks with the same requests drop the same entries.
     """
 
     def __init__(self, max_size: int) -> None:

@@ -1,6 +1,6 @@
-"""The settings: each is declared once, as a field of RuntimeConfig, and read only here.
+"""The settings. Each is declared once, as a field of RuntimeConfig, and environment variables are read only here.
 
-`dbo doctor`, the tables of README.md and docs/settings.md (`make docs`) and `dbo_configure` take them from here.
+`dbo doctor`, `dbo_configure` and the tables of README.md and docs/settings.md (`make docs`) use these declarations.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dbo_runtime.setting_values import (
 
 ENABLE = "VLLM_ASCEND_ENABLE_DBO"
 PREFIX = "DBO_"
-MAX_SHOWN = 200  # characters of a variable or a value in messages
+MAX_SHOWN = 200  # characters of a variable or value shown in messages
 
 T = TypeVar("T")
 When = Literal["at start", "each step"]
 
 
 class Setting(NamedTuple):
-    """One setting, as tables show it.
+    """One setting, as shown in tables.
 
     Attributes:
-        variable: the environment variable that sets it.
-        allowed: its values, in words.
-        default: as text; `none` for an empty one.
-        read: `at start`, and never again; or `each step`, so that `dbo_configure` can change it.
-        meaning: what it does.
+        variable: name of the environment variable.
+        allowed: the allowed values, in words.
+        default: the default as text; `none` for an empty one.
+        read: `at start` if read only once; `each step` if `dbo_configure` can change it.
+        meaning: description of the setting's effect.
     """
 
     variable: str
@@ -59,7 +59,7 @@ def _setting(variable: str, default: T, values: Values[T], read: When, meaning: 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """What a user can set. Each field declares its variable, values, default, when it is read, and its meaning."""
+    """All settings. Each field declares its variable, allowed values, default, time of reading, and meaning."""
 
     enabled: bool = _setting(ENABLE, False, SWITCH, "at start", "Turn dual-batch overlap on.")
     mode: str = _setting(
@@ -67,46 +67,46 @@ class RuntimeConfig:
         "auto",
         allow_names("auto", "always", "off"),
         "each step",
-        "`auto` splits a step where there is communication to hide and splitting pays: by prediction where costs are "
-        "known, by thresholds otherwise; `always` splits every step that can be split; `off` splits none.",
+        "`auto` splits a step if there is communication to hide and splitting is faster, as predicted if costs are "
+        "known, or else as the thresholds say; `always` splits every step that can be split; `off` splits none.",
     )
     micro_batches: int | None = _setting(
         "DBO_MICRO_BATCHES",
         None,
         PARTS,
         "each step",
-        "Into how many micro-batches a step is split; `auto` takes the number that is predicted best where costs are "
-        "known, 2 otherwise.",
+        "Number of micro-batches to split a step into; `auto` takes the number with the best prediction if costs are "
+        "known, otherwise 2.",
     )
     costs: str = _setting(
         "DBO_COSTS",
         "",
         PATH,
         "at start",
-        "The cost file to plan with, which calibration writes. If it does not fit this machine or model, the log says "
-        "why, and it is not used.",
+        "Cost file to plan with, written by calibration. A file that does not fit this machine or model is not used, "
+        "and the log says why.",
     )
     calibrate: bool = _setting(
         "DBO_CALIBRATE",
         False,
         SWITCH,
         "at start",
-        "Measure costs at start, with the model's own ops, and write them to DBO_COSTS if that is set.",
+        "Measure costs at start, with the model's own ops, and write them to DBO_COSTS if it is set.",
     )
     margin: float = _setting(
         "DBO_MARGIN",
         0.02,
         MARGIN,
         "each step",
-        "With costs, `auto` splits where more than this share of the step's time is predicted to be gained.",
+        "With costs, `auto` splits a step if the predicted gain exceeds this share of the step's time.",
     )
     probation: bool = _setting(
         "DBO_PROBATION",
         True,
         SWITCH,
         "each step",
-        "With costs, `auto` runs a few steps of each kind the other way than predicted, split or unsplit, which loses "
-        "at most 1 % of their time, and keeps what measured faster; 0 goes by the prediction alone.",
+        "With costs, `auto` also runs a few steps of each kind against the prediction, split or unsplit, at a loss of "
+        "at most 1 % of their time, and keeps the way that measured faster; 0 follows the prediction alone.",
     )
     min_tokens: int = _setting(
         "DBO_MIN_TOKENS", 256, allow_count(1), "each step", "Without costs, `auto` does not split smaller steps."
@@ -123,71 +123,71 @@ class RuntimeConfig:
         ("optimal", 0),
         POLICY,
         "each step",
-        "The issue order: how the ops of the micro-batches are interleaved. `optimal` searches for the best order "
-        "where costs are known, and is `alternate` otherwise. LEAD is the number of overlap points by which the first "
-        "micro-batch runs ahead (default 1).",
+        "Issue order: how the ops of the micro-batches are interleaved. `optimal` searches for the best order if costs "
+        "are known, and is `alternate` otherwise. LEAD is the number of overlap points by which each micro-batch runs "
+        "ahead of the next (default 1).",
     )
     side: str = _setting(
         "DBO_SIDE",
         "auto",
         allow_names("auto", "on", "off"),
         "each step",
-        "Whether ops may run on a second compute lane, concurrently with other ops of their micro-batch: `auto` where "
-        "costs predict a gain, on devices with streams; `on` wherever the model has such ops, in unsplit steps, too; "
-        "`off` nowhere. The lane is opened at start, unless this is then `off` (or, on a CPU, `auto`); without it, "
-        "`dbo_configure` refuses what would need it.",
+        "Whether ops may run on a second compute lane, concurrently with other ops of their micro-batch: `auto` if "
+        "costs predict a gain, on devices with streams; `on` wherever the model has such ops, also in unsplit steps; "
+        "`off` never. The lane is opened at start, unless this is `off` at that time (or, on a CPU, `auto`); without "
+        "the lane, `dbo_configure` refuses values that need it.",
     )
     side_cores: tuple[int, ...] = _setting(
         "DBO_SIDE_CORES",
         (),
         CORES,
         "at start",
-        "How many cores of an NPU the second compute lane may use. The limit applies to kernels written in Ascend C "
-        "only, and the vendor warns that others may hang under it.",
+        "Numbers of NPU cores that the second compute lane may use. The limit applies only to kernels written in "
+        "Ascend C, and the vendor warns that other kernels may hang under it.",
     )
     dispatch: str = _setting(
         "DBO_DISPATCH",
         "auto",
         allow_names("auto", "all_gather", "all_to_all"),
         "at start",
-        "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as vLLM's "
-        "default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes, and "
-        "with tensor parallel each rank sends a chunk of them. `auto` is `all_to_all` with vllm-ascend on chips "
-        "where its own prefills take that, or with `enable_shared_expert_dp`; left to MC2's kernels where those "
-        "dispatch its steps of any size; else `all_gather`.",
+        "How tokens reach experts on other ranks in split steps: `all_gather` sends all tokens to all ranks, as "
+        "vLLM's default does; `all_to_all` sends each token only to the ranks of its experts, after exchanging sizes, "
+        "and with tensor parallelism each rank sends a chunk of them. `auto` is `all_to_all` with vllm-ascend on "
+        "chips where its own prefills use it, or with `enable_shared_expert_dp`; MC2's kernels dispatch instead where "
+        "they do so for vllm-ascend's steps of any size; otherwise `auto` is `all_gather`.",
     )
     kv_connectors: tuple[str, ...] = _setting(
         "DBO_KV_CONNECTORS",
         (),
         NAMES,
         "at start",
-        "KV connectors besides the known ones (docs/vllm.md) with which steps are split. Their layer hooks are called "
-        "as in an unsplit step; they may rely on nothing else that happens inside a forward.",
+        "Further KV connectors, besides the known ones (docs/vllm.md), to split steps with. Their layer hooks are "
+        "called as in an unsplit step; they must not rely on anything else inside a forward.",
     )
     generic: bool = _setting(
         "DBO_GENERIC",
         False,
         SWITCH,
         "at start",
-        "Experimental: split models that have no adapter, too, by suspending their own forward at each all-reduce.",
+        "Experimental: also split models without an adapter, by suspending their own forward at each all-reduce.",
     )
     compile: bool = _setting(
         "DBO_COMPILE",
         False,
         SWITCH,
         "at start",
-        "Where vLLM compiles, compile the ops of split steps, too (CPU only), which takes seconds a layer at start.",
+        "If vLLM compiles, also compile the ops of split steps (CPU only); this takes seconds per layer at start.",
     )
     trace: str = _setting(
         "DBO_TRACE",
         "",
         PATH,
         "at start",
-        "Write the first split steps into this folder, each as a trace of all ranks for ui.perfetto.dev; the log says "
-        "what that cost. `dbo trace FOLDER` summarizes them.",
+        "Folder to write the first split steps to, each as a trace of all ranks for ui.perfetto.dev; the log says how "
+        "much time that took. `dbo trace FOLDER` summarizes the traces.",
     )
     trace_steps: int = _setting(
-        "DBO_TRACE_STEPS", 32, allow_count(1), "at start", "How many split steps DBO_TRACE writes."
+        "DBO_TRACE_STEPS", 32, allow_count(1), "at start", "Number of split steps that DBO_TRACE writes."
     )
     ranges: str = _setting(
         "DBO_RANGES",
@@ -195,22 +195,23 @@ class RuntimeConfig:
         allow_names("auto", "on", "off"),
         "each step",
         "Name each op of a split step in profilers (docs/observing.md): `auto` while torch's profiler is on; `on` "
-        "always, for those that cannot be detected (nsys, msprof), by NVTX on CUDA and MSTX on an NPU; `off` never.",
+        "always, for profilers that cannot be detected (nsys, msprof), through NVTX on CUDA and MSTX on an NPU; `off` "
+        "never.",
     )
-    check: Check = _setting(  # noqa: RUF009 - members of an enum do not change
+    check: Check = _setting(  # noqa: RUF009 - enum members are immutable
         "DBO_CHECK",
         Check.OFF,
         CHECK,
         "each step",
-        "`1` runs every split step a second time unsplit and compares the results, and compares all decisions across "
-        "ranks. `races` does that, too, watches every value of a split step for races and undeclared writes, and runs "
-        "half of them in the issue order that leaves most to chance (docs/reliability.md). Slow. "
-        "Platforms and models that are not proven are split only if this is set at start.",
+        "`1` runs every split step a second time, unsplit, compares the results, and compares all decisions across "
+        "ranks. `races` also watches every value of a split step for races and undeclared writes, and runs half of the "
+        "split steps in the issue order that exposes missing declarations (docs/reliability.md). Both are slow. "
+        "Unproven platforms and models are split only if this is set at start.",
     )
 
     @property
     def parts(self) -> int:
-        """Into how many micro-batches a step is split where nothing is predicted."""
+        """Number of micro-batches to split a step into without a prediction."""
         return self.micro_batches or 2
 
 
@@ -237,10 +238,10 @@ def _format_default(default: object) -> str:
 
 
 def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Return whether overlap is turned on, reading nothing else.
+    """Return whether overlap is turned on. Reads no other setting.
 
     Raises:
-        ConfigError: if the variable is neither 0 nor 1.
+        ConfigError: the variable is neither 0 nor 1.
     """
     return read_environment({ENABLE: environ[ENABLE]}).enabled if ENABLE in environ else False
 
@@ -248,11 +249,11 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
 def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
     """Read the settings strictly.
 
-    An unknown variable that starts with `DBO_` is an error, because a misspelt setting would otherwise be a silent
-    no-op, which is what vllm-ascend v0.11 left its users with.
+    An unknown variable that starts with `DBO_` is an error. A misspelt setting would otherwise have no effect without
+    any notice, as happened to users of vllm-ascend v0.11.
 
     Raises:
-        ConfigError: names the variable, its value and what is allowed.
+        ConfigError: a setting is unknown or not allowed. The message names the variable, its value and what is allowed.
     """
     known = {setting.metadata["variable"]: setting for setting in fields(RuntimeConfig)}
     for variable, value in environ.items():
@@ -273,7 +274,7 @@ def reread_environment(environ: Mapping[str, str], changes: Mapping[str, str]) -
     """Read the settings of a running server again, with *changes* on top.
 
     Raises:
-        ConfigError: if a change is unknown, is not allowed, or is of a setting that is read at start only.
+        ConfigError: a change is unknown, not allowed, or concerns a setting that is read at start only.
     """
     config = read_environment({**environ, **changes})
     fixed = [setting.variable for setting in list_settings() if setting.read == "at start"]

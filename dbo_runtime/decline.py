@@ -1,4 +1,4 @@
-"""Why a model, an encoder or a step is not split: one type for all reasons, at load time and at a step."""
+"""Reasons why a model, an encoder or a step is not split: one type for all of them, at load time and in steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Decline:
     """A reason against splitting.
 
     Attributes:
-        reason: a fixed phrase to count by.
-        detail: the figures of this case.
+        reason: fixed phrase that declines are counted by.
+        detail: figures of this case.
         expected: predicted seconds of the unsplit step; None without a prediction.
         trial_class: class of the step, if its time is compared with that of split ones; see `AbTrials`.
     """
@@ -30,16 +30,16 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class LocalDecline:
-    """A reason against splitting that only this rank may see. It is no `Decline`: a rank must not act on it alone.
+    """A reason against splitting that other ranks may not see. It is no `Decline`: a rank must not act on it alone.
 
-    Data parallel ranks put it to the vote (`Agreement.agree`); what all of them make of it is a `Decline`.
+    Data parallel ranks vote on it (`Agreement.agree`). The result of the vote is a `Decline`.
     """
 
     decline: Decline
 
 
 class DeclineError(DboError):
-    """Raised while a program is recorded if the model cannot be split; `record_program` returns its `decline`."""
+    """Raised while recording a program that cannot be split. `record_program` returns its `decline`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.decline = Decline(reason, detail)

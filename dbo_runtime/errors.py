@@ -1,4 +1,4 @@
-"""The errors of dbo_runtime. Each says what went wrong, where, and what to do about it."""
+"""The errors of dbo_runtime. Each message says what went wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ class ConfigError(DboError):
 
 
 class ProgramError(DboError):
-    """An adapter, or the program that it declared, breaks the contract."""
+    """An adapter, or the program it declared, breaks its contract."""
 
 
 class ScheduleError(DboError):
-    """A schedule would race, hang, or differ from what its programs say."""
+    """A schedule would race, hang, or contradict its programs."""
 
 
 class SanitizerError(DboError):
-    """An op, or what issued it, did at run time what it did not declare, or what is not ordered."""
+    """An op made an undeclared or unordered access, or was issued in a way that its declaration does not allow."""
 
 
 class SplitError(DboError):
-    """A batch cannot be split as asked, or a split step gave other results than an unsplit one."""
+    """A batch cannot be split as requested, or a split step gave other results than an unsplit one."""
 
 
 class TransferError(DboError):
-    """The layer hooks of a KV connector were called in an order that no step has."""
+    """A KV connector's layer hooks were called in an order that no step has."""
 
 
 class DeviceError(DboError):
-    """A device cannot do what a schedule needs, or was used against its rules."""
+    """A device cannot do what a schedule needs, or was used incorrectly."""
 
 
 class RankError(DboError):
-    """Work that ranks do together failed on one of them."""
+    """An operation that ranks perform together failed on one of them."""
 
 
 def add_context(error: BaseException, context: str) -> None:
     """Attach *context* to an error of any type without changing the type.
 
-    The original type must survive: vLLM and users catch it (out of memory, for one). This is PEP 678's `add_note`,
-    written out because Python 3.10, which lacks the method, is supported.
+    Keep the original type, because vLLM and users catch it (out of memory, for example). This does the same as PEP
+    678's `add_note`, which Python 3.10 lacks.
     """
     error.__notes__ = [*getattr(error, "__notes__", ()), context]  # type: ignore[attr-defined]  # new in 3.11
 
 
 def get_context(error: BaseException) -> str:
-    """Return what was attached to an error."""
+    """Return the context attached to an error."""
     return "; ".join(getattr(error, "__notes__", ()))

@@ -1,4 +1,4 @@
-"""Files that others may have written: read strictly, and only as much as a reader can hold; written in one piece."""
+"""Files that others may have written. Reading is strict and bounded in memory; writing is atomic."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from typing import Any, BinaryIO, cast
 
 from dbo_runtime.errors import ConfigError
 
-MAX_FILE_BYTES = 1 << 25  # a trace of 61 layers has some 2 MiB for each rank, all other files are smaller
-GZIP = b"\x1f\x8b"  # the first bytes of such a file
-# What a file of that size may hold: 64 bytes and more each in memory, so that a reader stays far below 1 GiB.
+MAX_FILE_BYTES = 1 << 25  # a trace of 61 layers has about 2 MiB per rank; all other files are smaller
+GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
+# Limits within a file of that size: each entry takes 64 bytes or more in memory, and a reader must stay far below 1
+# GiB.
 MAX_CONTAINERS = 1 << 20
 MAX_VALUES = 1 << 21
-MAX_DEPTH = 64  # of lists and objects in each other
-MAX_DIGITS = 1000  # of a whole number; Python converts long ones slowly, or not at all
+MAX_DEPTH = 64  # nesting of lists and objects
+MAX_DIGITS = 1000  # digits of a whole number; Python converts long ones slowly, or not at all
 
 
 def read_text(path: str | os.PathLike[str], what: str, most_bytes: int = MAX_FILE_BYTES, unpacks: bool = False) -> str:
     """Return the text of a regular file.
 
     Args:
-        path: of the file. A link to a file is followed; a FIFO or a device, which may never end, is refused.
-        what: is read, for messages: `cost file`.
-        most_bytes: that it may have, unpacked.
-        unpacks: whether a file that gzip has packed is unpacked. No more than *most_bytes* are, whatever it holds.
+        path: path of the file. Links are followed. A FIFO or a device is refused, because it may never end.
+        what: kind of file for messages, such as `cost file`.
+        most_bytes: size limit, unpacked.
+        unpacks: whether to unpack a gzip file. It is unpacked up to *most_bytes*, whatever its size.
 
     Raises:
-        ConfigError: naming the file, if it cannot be read, is no regular file, too large, or not UTF-8.
+        ConfigError: the file cannot be read, is not regular, is too large, or is not UTF-8. The message names it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -61,17 +62,18 @@ def parse_json(
     most_values: int = MAX_VALUES,
     keep: Callable[[dict[str, Any]], Any] | None = None,
 ) -> Any:
-    """Return what a JSON text says. Whether a number is finite, which Python allows it not to be, its reader checks.
+    """Return the content of a JSON text. Python accepts numbers that are not finite, so the caller must check those.
 
     Args:
-        text: that is parsed.
-        most_containers: lists and objects that it may have.
-        most_values: values that it may have.
-        keep: returns what is kept of an object, inner ones first; all by default. Of large files, little is.
+        text: the JSON text.
+        most_containers: limit for lists and objects.
+        most_values: limit for values.
+        keep: function that reduces an object to the part to keep, called for inner objects first. By default all is
+            kept; readers of large files keep little.
 
     Raises:
-        ConfigError: if it is not JSON; if a name appears twice in one object; if a whole number has very many digits;
-            if text is no Unicode; if it is deeply nested, or has more values than a reader can hold.
+        ConfigError: the text is not JSON or not Unicode, repeats a name in one object, has a whole number with very
+            many digits, is deeply nested, or has more values than the limits.
     """
     if text.count("{") + text.count("[") > most_containers or text.count(",") > most_values:
         raise ConfigError(f"it has more than {most_containers} lists and objects, or {most_values} values.")
@@ -79,7 +81,7 @@ def parse_json(
     try:
         content = json.loads(text, object_pairs_hook=make, parse_int=_parse_int)
         if "\\u" in text:
-            json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair cannot be printed
+            json.dumps(content, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except RecursionError:
         raise ConfigError(f"it is nested more than {MAX_DEPTH} deep.") from None
     except UnicodeEncodeError:
@@ -91,12 +93,12 @@ def parse_json(
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file; concurrent readers see either the old file or the new one.
+    """Write a file atomically: concurrent readers see either the old file or the new one.
 
-    The draft, in the same folder, has a name that cannot be foreseen, and is made anew: no link is followed.
+    The draft is in the same folder, is always a new file, and has an unpredictable name, so no link is followed.
 
     Raises:
-        OSError: if it cannot be written; the old file stays.
+        OSError: the file cannot be written. The old file stays.
     """
     target = Path(path)
     draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
@@ -112,14 +114,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def make_printable(text: str) -> str:
-    """Return lines of text with escapes for what does not print as such: it may come from a file of someone else."""
+    """Return text with unprintable characters escaped: it may come from someone else's file."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
 def _quote(path: str | os.PathLike[str]) -> str:
-    """Return a path as it is, unless it has characters that would not print as such."""
+    """Return a path unchanged, or quoted if it has unprintable characters."""
     text = os.fspath(path)
     return text if text.isprintable() else repr(text)
 
@@ -140,7 +142,7 @@ def _parse_int(digits: str) -> int:
 
 
 def _check_depth(content: Any) -> None:
-    """Raise ConfigError if lists and objects are nested more than `MAX_DEPTH` deep: what walks them may recurse."""
+    """Raise ConfigError if lists and objects are nested more than `MAX_DEPTH` deep, because later code may recurse."""
     level = [content]
     for _ in range(MAX_DEPTH):
         level = [

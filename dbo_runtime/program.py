@@ -1,6 +1,6 @@
-"""What an adapter declares: the program of one micro-batch. The names here are those to import in an adapter.
+"""The public names for declaring the program of one micro-batch.
 
-The code is in `dbo_runtime.ir`. Modules of this package import it from there.
+Adapters import these names from here. The code is in `dbo_runtime.ir`, which modules of this package import directly.
 """
 
 from dbo_runtime.ir.op import COMM, COMPUTE, SIDE, Op

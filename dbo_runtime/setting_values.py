@@ -1,4 +1,4 @@
-"""The kinds of values that settings take: how each is parsed, and described where it is not allowed."""
+"""The kinds of values that settings take: how each is parsed, and how messages describe it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_DIGITS = 20
-MAX_COUNT = 1 << 31  # of anything; what is larger is a mistake
+MAX_COUNT = 1 << 31  # largest count of anything; a larger one is a mistake
 MAX_MICRO_BATCHES = 64
-MAX_LEAD = 10_000  # overlap points; more than any model has
+MAX_LEAD = 10_000  # overlap points, more than any model has
 
 
 @dataclass(frozen=True, slots=True)
 class Values(Generic[T]):
-    """What a setting allows.
+    """The values that a setting allows.
 
     Attributes:
-        parse: makes the value of a text; raises ValueError for a text that is not allowed.
-        allowed: the same in words.
+        parse: parser that turns a text into the value; raises ValueError for a text that is not allowed.
+        allowed: the allowed values in words.
     """
 
     parse: Callable[[str], T]
@@ -30,10 +30,10 @@ class Values(Generic[T]):
 
 
 class Check(IntEnum):
-    """What is checked while steps run: each level also does what is below it.
+    """The checks that run during steps. Each level includes the levels below it.
 
     OFF: nothing.
-    RESULTS: results of split steps, against unsplit ones, and decisions across ranks.
+    RESULTS: results of split steps, compared with unsplit ones; and decisions, compared across ranks.
     RACES: every value and every op; see `dbo_runtime.lab.sanitizer`.
     """
 
@@ -42,17 +42,17 @@ class Check(IntEnum):
     RACES = 2
 
     def __str__(self) -> str:
-        """Return the text that it is set by."""
+        """Return the text that sets this level."""
         return "races" if self is Check.RACES else str(int(self))
 
 
 def read_count(text: str) -> int | None:
-    """Return the whole number that a text is; None if it is none, or has more digits than any count has."""
+    """Return the whole number in a text; None if it is none, or has more digits than any count."""
     return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
 def allow_names(*names: str) -> Values[str]:
-    """Allow these names and nothing else."""
+    """Allow only these names."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -113,7 +113,7 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 def _parse_policy(text: str) -> tuple[str, int]:
-    """Split `staggered:LEAD` into its name and its lead; the other policies have lead 0."""
+    """Split `staggered:LEAD` into name and lead. Other policies have lead 0."""
     name, colon, lead = text.partition(":")
     if name in ("sequential", "alternate", "optimal") and not colon:
         return name, 0
@@ -133,5 +133,5 @@ POLICY = Values(_parse_policy, "optimal, sequential, alternate, staggered or sta
 
 
 def name_policy(name: str, lead: int) -> str:
-    """Return the text that a policy is set by, such as `staggered:1`."""
+    """Return the text that sets a policy, such as `staggered:1`."""
     return f"{name}:{lead}" if name == "staggered" else name

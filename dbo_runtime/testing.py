@@ -1,4 +1,4 @@
-"""For tests: of adapters, that their programs are the model; of served models, that splitting changes no answer.
+"""Helpers for tests: that an adapter's program equals its model, and that splitting changes no answer of a server.
 
 See docs/write-an-adapter.md and docs/reliability.md. Importing this module imports vLLM.
 """

@@ -1,4 +1,4 @@
-"""The collectives of tensor parallel ranks, as ops of the comm lane."""
+"""Collectives of tensor parallel ranks, as ops on the comm lane."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dbo_runtime.program import ProgramBuilder, Value
 
 
 def record_reduce(p: ProgramBuilder, name: str, collectives: Collectives, x: Value) -> Value:
-    """Declare the all-reduce of a module that runs without it, if results have to be reduced."""
+    """Declare the all-reduce of a module that ran without it, if results have to be reduced."""
     reduced: Value = p.comm(name, collectives.all_reduce, x, overwrites=(x,)) if collectives.reduces else x
     return reduced
 
 
 def record_gather(p: ProgramBuilder, name: str, collectives: Collectives, x: Value, tokens: Value | None) -> Value:
-    """Declare the all-gather of chunks [chunk, hidden] -> [tokens, hidden], if *x* is one: *tokens* is not None."""
+    """Declare the all-gather of a chunk, [chunk, hidden] -> [tokens, hidden]. No chunk if *tokens* is None."""
     gathered: Value = x if tokens is None else p.comm(name, collectives.all_gather, x, tokens)
     return gathered

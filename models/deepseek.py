@@ -1,14 +1,14 @@
 """DeepSeek V2, V3, R1 and V3.2, GLM-5 and the language model of Kimi-K2.5: MLA, then a dense MLP or experts.
 
-Attention may be sparse, to keys that an indexer chooses: it is one op, with its indexer.
+Attention may be sparse, over keys that an indexer chooses. Attention and its indexer are then one op.
 
-What overlaps what:
+What overlaps:
 
 - Tensor parallel, with or without expert parallel: tokens stay on their rank and each layer ends in one all-reduce.
   `comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's attention (or MLP).
-- Data parallel: tokens are dispatched to their experts. During the first micro-batch's dispatch `compute` runs the
-  second one's attention; during the second one's, the first one's shared experts and experts; during the first one's
-  combine, the second one's experts; and during the second one's, the first one's next attention.
+- Data parallel: tokens are dispatched to their experts. `compute` alternates between the two micro-batches:
+ the second's attention runs during the first's dispatch, the first's shared experts and experts during the second's
+ dispatch, the second's experts during the first's combine, and the first's next attention during the second's combine.
 
 Dense first layers overlap like the others under tensor parallel, and communicate nothing under data parallel.
 """
@@ -52,7 +52,7 @@ class DeepseekAdapter:
 
 
 class KimiK25Adapter(DeepseekAdapter):
-    """The language model of Kimi-K2.5, whose vision encoder stays unsplit."""
+    """Splits the language model of Kimi-K2.5. Its vision encoder stays unsplit."""
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
@@ -64,5 +64,5 @@ class KimiK25Adapter(DeepseekAdapter):
 
 
 def attend(attention: Any, positions: Any, x: Any) -> Any:
-    """Call MLA, which also takes a scaling by position that no supported model has."""
+    """Call MLA. Its third argument, a scaling by position, is None: no supported model has one."""
     return attention(positions, x, None)

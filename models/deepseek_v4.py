@@ -1,11 +1,11 @@
-"""DeepSeek V4 (Flash and Pro): hyper-connections around sparse attention to compressed keys, and around experts.
+"""DeepSeek V4 (Flash and Pro): sparse attention over compressed keys, and experts, joined by hyper-connections.
 
-The class is vllm-ascend's. Attention with its indexer and compressors is one op, which writes and reads up to five
-caches. The first layers choose experts by the token itself.
+The classes are vllm-ascend's. Attention with its indexer and compressors is one op, which writes and reads up to five
+caches. The first layers choose experts by token id.
 
-Tensor parallel, each layer has two all-reduces, which overlap as in other mixtures of experts: `comm` reduces one
-micro-batch's attention (or experts) while `compute` runs the next one's. Only what is reduced goes there; the streams,
-which are several times as large, stay on `compute`.
+With tensor parallelism, each layer has two all-reduces, which overlap as in other mixtures of experts: `comm` reduces
+one micro-batch's attention (or experts) while `compute` runs the next one's. Only the reduced tensors are on `comm`.
+The residual streams, which are several times as large, stay on `compute`.
 
 Proven inside vllm-ascend 0.30.0rc2 on a stand-in for CANN only (tests/ascend/test_deepseek_v4.py).
 """
@@ -68,7 +68,7 @@ class DeepseekV4Adapter:
         return hidden
 
     def keep_output(self, model: Any, parts: Sequence[Any]) -> None:
-        """Leave the streams of all tokens before the head, which MTP layers read, in the buffer of the model."""
+        """Store the streams of all tokens before the head in the model's buffer, where MTP layers read them."""
         decoder = model.model
         if decoder._mtp_hidden_buffer is None:
             from torch import empty

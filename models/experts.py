@@ -1,4 +1,4 @@
-"""A mixture of experts whose tokens are dispatched to other ranks, in parts."""
+"""A decomposed mixture of experts whose tokens are dispatched to other ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def record_experts(
 ) -> Value:
     """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
 
-    Sequence parallel, each tensor parallel rank dispatches a chunk of the tokens, and an all-gather completes them.
-    *input_ids* are token ids [tokens], if experts are chosen by them.
+    With sequence parallelism, each tensor parallel rank dispatches a chunk of the tokens, and an all-gather completes
+    them. *input_ids* are the token ids [tokens], if experts are chosen by them.
     """
     if not moe.is_sequence_parallel:
         return record_dispatch(p, moe, collectives, x, input_ids=input_ids)
@@ -37,16 +37,16 @@ def record_dispatch(
     gathered: Value | None = None,
     input_ids: Value | None = None,
 ) -> Value:
-    """Declare experts and what their tokens pass on the way, [tokens, hidden] or [chunk, hidden] -> like *x*.
+    """Declare everything from the gate to the merge, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
-    A dispatch that needs sizes blocks the host. Then the shared experts come before it, so that the device has work
-    meanwhile; otherwise they come after it, so that the tokens are sent as early as possible. On a `side` lane they
-    depend on the tokens only, so they are concurrent with the gate and the experts, too. Where kernels allow it, gate,
-    experts and merge may run there while the other micro-batch attends.
+    If dispatch needs sizes, it blocks the host. The shared experts then come first, so that the device has work
+    meanwhile. Otherwise they come after dispatch, so that the tokens are sent as early as possible. On a `side` lane
+    they depend on the tokens only, so they also overlap with the gate and the experts. If kernels allow it, gate,
+    experts and merge may run on `side` while the other micro-batch attends.
 
-    *tokens* is how many all chunks have, if *x* is a chunk. Shared experts that each rank has a part of then take all
-    of the tokens, which are *gathered*, or else have to be, and their results are reduced to chunks. *input_ids* are
-    the token ids of *x*, if experts are chosen by them.
+    If *x* is a chunk, *tokens* is the number of tokens in all chunks. Shared experts whose weights are divided among
+    the ranks then take all tokens: *gathered*, or gathered here if that is None. Their results are reduced to chunks.
+    *input_ids* are the token ids of *x*, if experts are chosen by them.
     """
     if moe.is_fused:
         assert tokens is not None, "each rank gives its kernels a chunk"
@@ -80,9 +80,9 @@ def record_fused_experts(
     gathered: Value | None,
     input_ids: Value | None,
 ) -> Value:
-    """Declare experts whose kernels dispatch and combine in one op, `moe`: [chunk, hidden] -> [chunk, hidden].
+    """Declare experts whose kernels dispatch and combine, as the op `moe`: [chunk, hidden] -> [chunk, hidden].
 
-    The shared experts come before it, so that their results are reduced meanwhile.
+    The shared experts come first, so that their results are reduced while `moe` runs.
     """
     shared = record_shared_experts(p, moe, collectives, x, tokens, gathered)
     shared = record_scatters(p, moe, collectives, shared)
@@ -94,7 +94,7 @@ def record_fused_experts(
 def record_scatters(
     p: ProgramBuilder, moe: ExpertParallel, collectives: Collectives, shared: list[Value]
 ) -> list[Value]:
-    """Declare the reduce of shared experts' results to chunks, if they are parts of a sum."""
+    """Declare the reduce-scatter of the shared experts' results, if they are partial sums."""
     if not moe.reduces_shared_experts:
         return shared
     return [p.comm("shared_scatter", collectives.reduce_scatter, result, outputs=2)[0] for result in shared]

@@ -1,4 +1,4 @@
-"""Parts of decoder layers of other forms than `dbo_models.layers` has: docs/write-an-adapter.md shows each in use."""
+"""Parts of decoder layers that `dbo_models.layers` does not cover. docs/write-an-adapter.md shows each in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbo_runtime.program import ProgramBuilder, Value
 def record_block(
     p: ProgramBuilder, name: str, module: Callable[..., Any], collectives: Collectives, *reads: Value
 ) -> Value:
-    """Declare a module that ends in an all-reduce, as two ops: the module without it, and `{name}_reduce`.
+    """Declare a module that ends in an all-reduce as two ops: the module without its all-reduce, and `{name}_reduce`.
 
     Returns [tokens, hidden], reduced.
     """
@@ -34,7 +34,7 @@ def record_attention_block(
 ) -> Value:
     """Declare attention [tokens, hidden] -> [tokens, hidden], and its all-reduce.
 
-    Norms of queries and keys, sliding windows and soft caps are inside the module: there is nothing to declare.
+    Query and key norms, sliding windows and soft caps are inside the module, so they need no declaration.
     """
     module = collectives.without_reduce(partial(attend, attention))
     return _reduce(p, "attention", collectives, p.compute("attention", module, positions, x, ordered=True))
@@ -52,8 +52,8 @@ def record_parallel_blocks(
 ) -> Value:
     """Declare attention and MLP whose partial sums are added before one all-reduce, as in Cohere's and Falcon's layers.
 
-    Both modules must leave their reduce to the layer (`reduce_results=False`). *x* is the result of a norm that both
-    share, or that of attention's norm with the MLP's as *x_of_mlp* [tokens, hidden].
+    Both modules must leave their reduce to the layer (`reduce_results=False`). *x* is the output of the shared norm. If
+    attention and MLP have a norm each, *x* is the output of attention's and *x_of_mlp* of the MLP's [tokens, hidden].
 
     Returns the sum of both [tokens, hidden], reduced.
     """
@@ -64,14 +64,14 @@ def record_parallel_blocks(
 
 
 def record_add(p: ProgramBuilder, name: str, residual: Value, x: Value, scale: float | None = None) -> Value:
-    """Declare the addition of a block's result, times *scale* if there is one, to the residual [tokens, hidden]."""
+    """Declare the addition of a block's result, times *scale* if given, to the residual [tokens, hidden]."""
     function = add if scale is None else partial(_add_scaled, scale)
     total: Value = p.compute(name, function, residual, x)
     return total
 
 
 def record_scale(p: ProgramBuilder, name: str, x: Value, scale: float) -> Value:
-    """Declare a multiplication [tokens, hidden] -> [tokens, hidden], such as that of embedded tokens."""
+    """Declare a multiplication by *scale*, [tokens, hidden] -> [tokens, hidden], such as that of embedded tokens."""
     scaled: Value = p.compute(name, partial(_scale, scale), x)
     return scaled
 

@@ -1,7 +1,7 @@
 """Decoder layers with hyper-connections (arXiv:2409.19606).
 
-A token has several residual streams [tokens, streams, hidden]: attention and experts each read a mix of them, and what
-they return is spread over all of them again.
+A token has several residual streams [tokens, streams, hidden]. Attention and experts each read a mix of the streams,
+and their results are spread over all streams again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dbo_runtime.program import ProgramBuilder, Value
 
 
 class Inputs(NamedTuple):
-    """What layers read besides the streams.
+    """The inputs of layers besides the streams.
 
     Attributes:
-        positions: of all tokens [tokens].
-        input_ids: token ids of those whose streams there are, or None if no layer reads them.
-        tokens: how many there are, if there are streams of this rank's chunk of them only; else None.
+        positions: positions of all tokens [tokens].
+        input_ids: token ids of the tokens whose streams are passed, or None if no layer reads them.
+        tokens: number of tokens in all chunks, if the streams are this rank's chunk only; otherwise None.
     """
 
     positions: Value
@@ -41,9 +41,10 @@ def record_layer(p: ProgramBuilder, layer: Any, collectives: Collectives, stream
 
 
 def record_attention(p: ProgramBuilder, layer: Any, collectives: Collectives, x: Value, inputs: Inputs) -> Value:
-    """Declare attention with what ranks communicate for it, [tokens, hidden] or [chunk, hidden] -> like *x*.
+    """Declare attention and its communication, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
-    Context parallel (`enable_dsa_cp`), it gathers chunks and reduces to them itself, on vLLM's communicator.
+    With context parallelism (`enable_dsa_cp`), the op itself gathers chunks and reduces to chunks, on vLLM's
+    communicator.
     """
     attend = partial(_attend, layer.self_attn)
     if inputs.tokens is None:
@@ -54,7 +55,7 @@ def record_attention(p: ProgramBuilder, layer: Any, collectives: Collectives, x:
         attended: Value = p.compute("attention", attend, inputs.positions, x, ordered=True)
         return attended
     x = record_gather(p, "attn_gather", collectives, x, inputs.tokens)
-    x = p.compute("attention", attend, inputs.positions, x, ordered=True)  # which leaves its reduce to the layer
+    x = p.compute("attention", attend, inputs.positions, x, ordered=True)  # leaves its reduce to the layer
     chunk: Value = p.comm("attn_scatter", collectives.reduce_scatter, x, outputs=2)[0]
     return chunk
 
@@ -62,7 +63,7 @@ def record_attention(p: ProgramBuilder, layer: Any, collectives: Collectives, x:
 def record_mlp(p: ProgramBuilder, mlp: Any, collectives: Collectives, x: Value, cast: Value, inputs: Inputs) -> Value:
     """Declare the experts, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
-    *cast* is *x* in float32, which the router reads; where its op has *x* only, it casts that itself.
+    *cast* is *x* in float32, for the router. An op that takes only *x* casts it itself.
     """
     ids = inputs.input_ids if mlp.hash else None
     moe = collectives.decompose(mlp.experts, takes_chunks=True)

@@ -1,4 +1,4 @@
-"""The language models of InternVL: dense decoders (Qwen2, Qwen3), or with a mixture of experts (Qwen3-MoE)."""
+"""The language models of InternVL: dense (Qwen2, Qwen3) or with a mixture of experts (Qwen3-MoE)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dbo_runtime.program import ProgramBuilder, Value
 
 
 class InternVLAdapter:
-    """The language model only; the vision encoder stays unsplit, and tokens of images are tokens like any other."""
+    """Splits the language model. The vision encoder stays unsplit; image tokens are treated like any other."""
 
     takes_stages = True
 

@@ -1,4 +1,4 @@
-"""The decoder that many families of models share, and its parts."""
+"""The decoder structure that many model families share, and its parts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Route = Callable[[Any, Any], Any]
 RecordLayer = Callable[[ProgramBuilder, Any, Collectives, "Stream", Value], "Stream"]
 """Declares one layer: (p, layer, collectives, stream, positions [tokens]) -> the stream after it."""
 
-RESIDUAL = "residual"  # passed on between stages of a pipeline with the hidden states; the name is vLLM's
+RESIDUAL = "residual"  # sent between pipeline stages with the hidden states; vLLM uses the same name
 
 
 class Stream(NamedTuple):
-    """What flows from layer to layer: the hidden states, and the residual before them.
+    """The values passed from layer to layer: the hidden states, and the residual before them.
 
     Attributes:
-        x: [tokens, hidden].
-        residual: as *x*; None before the first layer.
-        tokens: how many there are, if *x* and *residual* are this rank's chunk of them [chunk, hidden]; else None.
+        x: hidden states [tokens, hidden].
+        residual: the residual, shaped like *x*; None before the first layer.
+        tokens: number of tokens in all chunks, if *x* and *residual* are chunks [chunk, hidden]; otherwise None.
     """
 
     x: Value
@@ -40,12 +40,12 @@ class Stream(NamedTuple):
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """What a norm takes: (x,) before the first layer, (x, residual) after it."""
+        """The arguments of a norm: (x,) before the first layer, (x, residual) after it."""
         return (self.x,) if self.residual is None else (self.x, self.residual)
 
 
 def call_attention(attention: Any, positions: Any, x: Any) -> Any:
-    """Call an attention module as most families do."""
+    """Call an attention module with the arguments that most families use."""
     return attention(positions, x)
 
 
@@ -60,17 +60,19 @@ def record_decoder(
     route: Route | None = None,
     declare_layer: RecordLayer | None = None,
 ) -> Value:
-    """Declare a decoder whose norms add: embedded tokens in, normed hidden states out.
+    """Declare a decoder whose norms add the residual: embedded tokens in, normed hidden states out.
 
     *decoder* has `layers`, each with `input_layernorm`, `self_attn` (or `linear_attn`), `post_attention_layernorm` and
-    `mlp` (or `block_sparse_moe`), and a final `norm`. Norms take (x, residual) and add before they norm; attention and
-    MLP end in one all-reduce each. One value of *added* [tokens, hidden] is added to the result of each of the first
-    layers. *route* is for blocks whose experts do not hold their gate. *declare_layer* replaces `record_layer`, for
-    layers of another form between the same embedding and final norm (`dbo_models.forms`).
+    `mlp` (or `block_sparse_moe`), and a final `norm`. Norms take (x, residual) and add before they norm. Attention and
+    MLP end in one all-reduce each.
 
-    On a stage of a pipeline, only its layers are declared: a stage other than the first takes the `residual` as an
-    input, and a stage other than the last returns it, without the final norm, both for all tokens. Where a drafter
-    reads hidden states between layers (`aux_hidden_state_layers`), they are named outputs.
+    One value of *added* [tokens, hidden] is added to the result of each of the first layers. *route* is needed if the
+    experts do not hold their gate. *declare_layer* replaces `record_layer`, for layers of another form between the same
+    embedding and final norm (`dbo_models.forms`).
+
+    On a pipeline stage, only the stage's layers are declared. Every stage but the first takes the `residual` as an
+    input. Every stage but the last returns it, without the final norm. Both cover all tokens, not a chunk. If a draft
+    model reads hidden states between layers (`aux_hidden_state_layers`), they are named outputs.
     """
     layers = get_layers(decoder)
     declare_layer = declare_layer or partial(record_layer, attend=attend, route=route)
@@ -93,7 +95,7 @@ def record_decoder(
 
 
 def record_auxiliary(p: ProgramBuilder, decoder: Any, collectives: Collectives, layers: int, stream: Stream) -> None:
-    """Name the hidden states after that many layers as an output, if the decoder returns them for a drafter."""
+    """Name the hidden states after this many layers as an output, if the decoder returns them for a draft model."""
     if layers in getattr(decoder, "aux_hidden_state_layers", ()):
         hidden = p.compute("auxiliary", _add_residual, *stream.values)
         p.output(name_auxiliary(layers), record_gather(p, "auxiliary_gather", collectives, hidden, stream.tokens))
@@ -110,12 +112,12 @@ def record_layer(
 ) -> Stream:
     """Declare one layer.
 
-    Norms add in place on some platforms, and reduces sum in place on all: both overwrite what they read. Chunks of a
-    layer that is sequence parallel are gathered before the attention of the next one.
+    Norms add in place on some platforms, and reduces sum in place on all, so both overwrite the values they read. In
+    a sequence parallel layer, chunks are gathered before the next layer's attention.
     """
     x, residual, _ = record_add_norm(p, "attn_norm", layer.input_layernorm, stream)
     x = record_gather(p, "attn_gather", collectives, x, stream.tokens)
-    name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two, as their costs differ
+    name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two names, because their costs differ
     x = record_attention(p, get_attention(layer), collectives, positions, x, attend, name, not leaves_reduce(layer))
     stream = record_attention_reduce(p, layer, collectives, Stream(x, residual, stream.tokens))
     x, residual, _ = record_add_norm(p, "mlp_norm", layer.post_attention_layernorm, stream)
@@ -124,9 +126,9 @@ def record_layer(
 
 
 def record_add_norm(p: ProgramBuilder, name: str, norm: Any, stream: Stream) -> Stream:
-    """Declare a norm that adds the residual first, as vLLM's `RMSNorm` with two arguments; the sum is the new residual.
+    """Declare a norm that first adds the residual, like vLLM's two-argument `RMSNorm`. The sum is the new residual.
 
-    Before the first layer there is nothing to add, and *x* itself becomes the residual.
+    Before the first layer there is nothing to add, so *x* itself becomes the residual.
     """
     function = norm if stream.residual is not None else partial(_first_norm, norm)
     x, residual = p.compute(name, function, *stream.values, overwrites=stream.values, outputs=2)
@@ -138,7 +140,7 @@ def record_mlp(
 ) -> Value:
     """Declare a dense MLP or a mixture of experts, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
-    The ranks have parts of a dense MLP's weights, so that of a chunk runs on all tokens.
+    The ranks share a dense MLP's weights, so for a chunk it runs on the tokens of all chunks.
     """
     is_moe = hasattr(mlp, "experts")
     moe = collectives.decompose(mlp.experts, route and partial(route, mlp), takes_chunks=True) if is_moe else None
@@ -162,8 +164,8 @@ def record_mlp(
 def record_attention_reduce(p: ProgramBuilder, layer: Any, collectives: Collectives, stream: Stream) -> Stream:
     """Declare the reduce of attention's results [tokens, hidden], with a residual that may be a chunk.
 
-    Where vLLM's own layer is sequence parallel (arXiv:2205.05198), they are reduced to a chunk for each tensor parallel
-    rank, which stays one until the next attention.
+    If vLLM's own layer is sequence parallel (arXiv:2205.05198), they are reduce-scattered to one chunk per tensor
+    parallel rank. The stream stays a chunk until the next attention.
     """
     assert stream.residual is not None, "a norm came before"
     if not leaves_reduce(layer):
@@ -186,10 +188,10 @@ def record_attention(
     name: str = "attention",
     reduces: bool = True,
 ) -> Value:
-    """Declare attention without its reduce [tokens, hidden] -> [tokens, hidden]: one op, or latent attention's parts.
+    """Declare attention without its reduce [tokens, hidden] -> [tokens, hidden]: one op, or more if latent.
 
-    It is `ordered`, because a cut request reads the KV, or the state, that its head wrote. *reduces* says whether the
-    module ends in a reduce.
+    It is `ordered`, because the tail of a cut request reads the KV, or the state, that its head wrote. *reduces* says
+    whether the module ends in a reduce.
     """
     latent = collectives.decompose_attention(attention) if p.has_side else None
     without_reduce = collectives.without_reduce if reduces else _keep
@@ -206,9 +208,9 @@ def record_latent_attention(
     positions: Value,
     x: Value,
 ) -> Value:
-    """Declare latent attention with its keys concurrent to its queries, as vllm-ascend #1353 ran decodes.
+    """Declare latent attention with its keys concurrent to its queries, as vllm-ascend #1353 did for decodes.
 
-    Keys are issued first: they take less time, and attention reads what they write.
+    Keys are issued first: they take less time, and attention reads them.
     """
     slots = p.compute("slots", latent.get_slots)
     if latent.has_latent:
@@ -221,35 +223,35 @@ def record_latent_attention(
 
 
 def get_layers(decoder: Any) -> dict[int, Any]:
-    """Return the layers of a decoder that are on this rank, by number: all, or those of a pipeline's stage.
+    """Return the decoder layers that are on this rank, by number: all layers, or those of a pipeline stage.
 
-    vLLM replaces the others by placeholders.
+    vLLM replaces the other layers with placeholders.
     """
     here = slice(getattr(decoder, "start_layer", 0), getattr(decoder, "end_layer", None))
     return {index: decoder.layers[index] for index in range(len(decoder.layers))[here]}
 
 
 def get_attention(layer: Any) -> Any:
-    """Return the attention of a layer, or its linear attention."""
+    """Return a layer's attention, or its linear attention."""
     return layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
 
 
 def get_mlp(layer: Any) -> Any:
-    """Return the MLP of a layer, or its mixture of experts."""
+    """Return a layer's MLP, or its mixture of experts."""
     return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
 
 
 def leaves_reduce(layer: Any) -> bool:
-    """Return whether attention leaves its reduce to the layer: where vLLM's sequence-parallel MoE includes it.
+    """Return whether attention leaves its reduce to the layer, as in layers with vLLM's sequence parallel MoE.
 
-    The names are those of DeepSeek's, Qwen3-Next's and MiniMax-M3's layers.
+    Checks the attribute names of DeepSeek's, Qwen3-Next's and MiniMax-M3's layers.
     """
     names = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "use_sequence_parallel")
     return any(getattr(layer, name, False) for name in names)
 
 
 def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
-    """Return the classes of a decoder that are not *known*, which may compute something else; None if all are."""
+    """Decline if a decoder has parts of classes that are not *known*, because they may compute something else."""
     layers = get_layers(decoder).values()
     parts = [decoder, *layers, *map(get_attention, layers), *map(get_mlp, layers)]
     unknown = ", ".join(sorted({type(part).__name__ for part in parts} - known))
@@ -266,7 +268,7 @@ def _run_without_collectives(mlp: Any, x: Any) -> Any:
 
 
 def _add_residual(x: Any, residual: Any = 0) -> Any:
-    return x + residual  # also without one: the first norm may overwrite x
+    return x + residual  # also without a residual: makes a copy, because the first norm may overwrite x
 
 
 def _first_norm(norm: Any, x: Any) -> tuple[Any, Any]:

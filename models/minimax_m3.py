@@ -1,7 +1,7 @@
-"""MiniMax-M3: attention that is dense in the first layers, then sparse, to blocks of keys that an indexer chooses.
+"""MiniMax-M3: dense attention in the first layers, then sparse attention over blocks of keys that an indexer chooses.
 
-The class is vllm-ascend's. Attention with its indexer is one op, which writes and reads two caches. Each layer ends in
-a dense MLP, or in experts with shared ones, and overlaps like that of other mixtures of experts.
+The classes are vllm-ascend's. Attention with its indexer is one op, which writes and reads two caches. Each layer ends
+in a dense MLP or in experts with shared ones, and overlaps like the layers of other mixtures of experts.
 
 Proven inside vllm-ascend 0.30.0rc2 on a stand-in for CANN only (tests/ascend/test_minimax.py).
 """
@@ -38,7 +38,7 @@ class MiniMaxM3Adapter:
         return unknown
 
     def get_decoder(self, model: Any) -> Any:
-        """Return the decoder of the language model, or of that of the multimodal model."""
+        """Return the decoder of the language model, or of the language model inside the multimodal model."""
         return getattr(model, "language_model", model).model
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

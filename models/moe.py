@@ -1,7 +1,7 @@
-"""Decoders of grouped-query attention and a mixture of experts: GLM-4.5 to 4.7, Hy3, MiniMax-M2, Mixtral, Qwen3-MoE.
+"""Decoders with grouped-query attention and a mixture of experts: GLM-4.5 to 4.7, Hy3, MiniMax-M2, Mixtral, Qwen3-MoE.
 
-Tensor parallel, each layer ends in one all-reduce and overlaps like a dense one. Data parallel, tokens are dispatched
-to their experts: during the first micro-batch's dispatch, `compute` runs the second one's attention.
+With tensor parallelism, each layer ends in one all-reduce and overlaps like a dense one. With data parallelism, tokens
+are dispatched to their experts: `compute` runs the second micro-batch's attention during the first one's dispatch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class MoeAdapter:
     """Splits vLLM's decoder layers at their communication.
 
     Args:
-        known: classes of the decoder's parts.
-        route: returns the router's logits of a block's tokens, where the block has the gate and not its experts.
+        known: classes of the decoder's parts that the adapter knows.
+        route: function that returns the router's logits, for blocks that hold the gate themselves.
     """
 
     takes_stages = True
@@ -54,38 +54,38 @@ class MoeAdapter:
 
 
 class Qwen3MoeAdapter(MoeAdapter):
-    """Qwen3-MoE, some of whose layers may be dense."""
+    """Qwen3-MoE. Some of its layers may be dense."""
 
     def __init__(self) -> None:
         super().__init__(QWEN3)
 
 
 class Glm4MoeAdapter(MoeAdapter):
-    """GLM-4.5 to 4.7: shared experts, and first layers that are dense."""
+    """GLM-4.5 to 4.7: shared experts, and dense first layers."""
 
     def __init__(self) -> None:
         super().__init__(GLM4, lambda block, x: block.gate(x.float()))
 
 
 class Hy3Adapter(MoeAdapter):
-    """Hunyuan 3: shared experts, and first layers that are dense."""
+    """Hunyuan 3: shared experts, and dense first layers."""
 
     def __init__(self) -> None:
         super().__init__(HY3, lambda block, x: block.gate(x)[0])
 
 
 class MixtralAdapter(MoeAdapter):
-    """Mixtral, whose blocks are called `block_sparse_moe`."""
+    """Mixtral, whose experts are in `block_sparse_moe`."""
 
     def __init__(self) -> None:
         super().__init__(MIXTRAL, lambda block, x: block.gate(x)[0])
 
 
 class MiniMaxM2Adapter(MoeAdapter):
-    """MiniMax-M2, whose blocks are called `block_sparse_moe`.
+    """MiniMax-M2, whose experts are in `block_sparse_moe`.
 
-    Its attention norms queries and keys across heads, so tensor parallel ranks sum a few bytes for each token before
-    they attend. That reduce stays in the op, on the compute lane. It is not registered: no step of it was compared yet.
+    Its attention norms queries and keys across heads, so tensor parallel ranks sum a few bytes per token before they
+    attend. That reduce stays in the op, on the compute lane. It is not registered: none of its steps was compared yet.
     """
 
     def __init__(self) -> None:

@@ -35,4 +35,4 @@ class CohereAdapter:
 
 
 def _norm(module: Any, x: Any) -> Any:
-    return module(x)[0]  # Cohere's norms return the residual, too, which they do not change
+    return module(x)[0]  # Cohere's norms also return the residual, unchanged

@@ -1,4 +1,4 @@
-"""Decoders with a norm after each block, and none before: EXAONE 4."""
+"""Decoders with a norm after each block and none before it: EXAONE 4."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Qwen3-Next and Qwen3.5: gated linear attention in most layers, dense or with a mixture of experts.
+"""Qwen3-Next and Qwen3.5: gated linear attention in most layers; dense, or with a mixture of experts.
 
-Linear attention keeps one state for each request, which the head of a cut request leaves to its tail. It ends in one
-all-reduce, as attention does, and overlaps alike.
+Linear attention keeps one state per request. The head of a cut request leaves this state to the request's tail. Linear
+attention ends in one all-reduce, so it overlaps like attention.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class QwenHybridAdapter:
 
 
 def _needs_output(attention: Any) -> bool:
-    """Return whether attention takes a tensor for its results: what it reduces is another, whose reduce stays in it."""
+    """Return whether attention takes an output tensor: it reduces another tensor, so the reduce stays in it."""
     output = inspect.signature(attention.forward).parameters.get("output")
     return output is not None and output.default is inspect.Parameter.empty
 

@@ -1,7 +1,7 @@
 """The vision encoders of Qwen2.5-VL and Qwen3-VL.
 
-`comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's, or prepares its images. That is
-work of the host, during which the device still runs the last micro-batch.
+`comm` reduces one micro-batch's attention (or MLP) while `compute` runs the next one's, or prepares its images. The
+host prepares images while the device still runs the previous micro-batch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
-# Keys of an encoder's metadata for each kind of attention: cumulative, greatest and single sequence lengths.
+# Keys of an encoder's metadata for each kind of attention: cumulative, maximum and individual sequence lengths.
 FULL = ("cu_seqlens", "max_seqlen_full", "sequence_lengths_full")
 WINDOW = ("cu_window_seqlens", "max_seqlen_window", "sequence_lengths_window")
 ONLY = ("cu_seqlens", "max_seqlen", "sequence_lengths")
 
 
 class Qwen25VisionAdapter:
-    """An encoder whose layers attend within windows, some of them within full images."""
+    """Splits an encoder whose layers attend within windows, and some within full images."""
 
     def decline(self, encoder: Any) -> Decline | None:
         """Return why this encoder cannot be split, or None."""
         return check_encoder_parts(encoder, "Qwen2_5_Vision", "Qwen2_5_Vision")
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
-        """Return the approximate operations of an image or a video."""
+        """Return the approximate number of operations for an image or a video."""
         full = len(encoder.fullatt_block_indexes)
         window = min(grid[1] * grid[2], (encoder.window_size // encoder.patch_size) ** 2)
         return estimate_linear_flops(encoder, grid) + sum(
@@ -59,14 +59,14 @@ class Qwen25VisionAdapter:
 
 
 class Qwen3VisionAdapter:
-    """An encoder whose layers attend within full images; some feed the language model, too (deepstack)."""
+    """Splits an encoder whose layers attend within full images. Some also feed the language model (deepstack)."""
 
     def decline(self, encoder: Any) -> Decline | None:
         """Return why this encoder cannot be split, or None."""
-        return check_encoder_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # it uses the attention of the latter
+        return check_encoder_parts(encoder, "Qwen3_Vision", "Qwen2_5_Vision")  # it uses Qwen2.5-VL's attention
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
-        """Return the approximate operations of an image or a video."""
+        """Return the approximate number of operations for an image or a video."""
         attention = estimate_attention_flops(encoder, grid, grid[1] * grid[2])
         return estimate_linear_flops(encoder, grid) + len(encoder.blocks) * attention
 
@@ -92,7 +92,7 @@ class Qwen3VisionAdapter:
 
 
 def check_encoder_parts(encoder: Any, own: str, attention: str) -> Decline | None:
-    """Return why an encoder cannot be decomposed: a class that is not known, or attention with scales in a buffer."""
+    """Return why an encoder cannot be decomposed: an unknown class, or attention scales kept in a buffer."""
     expected = [(encoder.merger, f"{own}PatchMerger")]
     for block in encoder.blocks:
         expected += [(block, f"{own}Block"), (block.mlp, f"{own}MLP"), (block.attn, f"{attention}Attention")]
@@ -105,9 +105,9 @@ def check_encoder_parts(encoder: Any, own: str, attention: str) -> Decline | Non
 
 
 def estimate_linear_flops(encoder: Any, grid: Sequence[int]) -> float:
-    """Return the operations of this rank's linear layers, two for each weight and patch.
+    """Return the number of operations of this rank's linear layers: two per weight and patch.
 
-    Weights are counted by the shapes of the layers: some platforms repack them after loading.
+    Weights are counted by the layers' shapes, because some platforms repack weights after loading.
     """
     linear = (module for module in encoder.blocks.modules() if hasattr(module, "input_size_per_partition"))
     weights: int = sum(module.input_size_per_partition * module.output_size_per_partition for module in linear)
@@ -115,13 +115,13 @@ def estimate_linear_flops(encoder: Any, grid: Sequence[int]) -> float:
 
 
 def estimate_attention_flops(encoder: Any, grid: Sequence[int], length: int) -> float:
-    """Return the operations of one layer's attention on this rank, within sequences of *length* patches."""
+    """Return the number of operations of one layer's attention on this rank, within sequences of *length* patches."""
     width: float = encoder.hidden_size / encoder.tp_size
     return 4.0 * width * length * grid[0] * grid[1] * grid[2]
 
 
 def _embed_in_windows(encoder: Any, pixels: Any, meta: Any) -> Any:
-    norm = getattr(encoder, "input_norm", _cast)  # vLLM 0.23 norms in the processor
+    norm = getattr(encoder, "input_norm", _cast)  # vLLM 0.23 norms pixels in the processor
     x = encoder.patch_embed(norm(pixels.to(device=encoder.device), encoder.dtype))
     patches, unit = x.shape[0], encoder.spatial_merge_unit
     return x.reshape(patches // unit, unit, -1)[meta["window_index"]].reshape(patches, 1, -1)
@@ -155,7 +155,7 @@ def _norm_and_run(block: Any, x: Any) -> Any:
 def _merge(merger: Any, x: Any) -> Any:
     from torch import finfo, float16
 
-    if x.dtype == float16:  # Qwen2.5-VL's last layer exceeds its range; vLLM clamps it, too
+    if x.dtype == float16:  # Qwen2.5-VL's last layer exceeds the range of fp16; vLLM clamps, too
         limit = finfo(float16).max - 1000
         x = x.clamp(-limit, limit)
     return merger(x)

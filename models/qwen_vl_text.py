@@ -16,7 +16,7 @@ KNOWN_QWEN3 = KNOWN | QWEN3 | {"Qwen3LLMModel", "Qwen3VLDecoderLayer", "Qwen3Moe
 
 
 class Qwen25VLAdapter:
-    """A dense decoder: tokens of images are tokens like any other."""
+    """Splits a dense decoder. Image tokens are treated like any other."""
 
     takes_stages = True
 
@@ -32,7 +32,7 @@ class Qwen25VLAdapter:
 
 
 class Qwen3VLAdapter:
-    """A decoder whose first layers add features of images (deepstack), which vLLM keeps in buffers by token."""
+    """Splits a decoder whose first layers add image features (deepstack), which vLLM stores per token in buffers."""
 
     takes_stages = True
 
@@ -42,7 +42,7 @@ class Qwen3VLAdapter:
         return unknown
 
     def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:
-        """Return embedded tokens [tokens, hidden] with their features appended [tokens, (1 + levels) * hidden]."""
+        """Return embedded tokens [tokens, hidden] with image features appended [tokens, (1 + levels) * hidden]."""
         from torch import cat
 
         tokens = x.shape[0]
@@ -55,7 +55,7 @@ class Qwen3VLAdapter:
         return wide
 
     def give_inputs(self, model: Any, x: Any) -> None:
-        """Leave the features appended to *x* [tokens, (1 + levels) * hidden] in vLLM's buffers, for its own forward."""
+        """Restore the features appended to *x* [tokens, (1 + levels) * hidden] in vLLM's buffers for its forward."""
         from torch import stack
 
         levels = _count_levels(model)
@@ -65,7 +65,7 @@ class Qwen3VLAdapter:
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens and their features in, normed hidden states out."""
         decoder = model.language_model.model
-        levels = _count_levels(model) if 0 in get_layers(decoder) else 0  # vLLM adds all on the first stage
+        levels = _count_levels(model) if 0 in get_layers(decoder) else 0  # vLLM adds all features on the first stage
         features: list[Value] = []
         if levels:
             x, *features = p.compute("take_features", partial(_split_features, levels + 1), x, outputs=levels + 1)
@@ -74,9 +74,9 @@ class Qwen3VLAdapter:
 
 
 def _count_levels(model: Any) -> int:
-    """Return to how many layers features of images are added: to none where the language model is served alone.
+    """Return the number of layers that image features are added to: 0 if the language model is served alone.
 
-    There Qwen3-Omni's buffers are on the meta device, and nothing reads them.
+    Qwen3-Omni's buffers are then on the meta device, and nothing reads them.
     """
     buffers = getattr(model, "deepstack_input_embeds", None)
     levels: int = 0 if not buffers or buffers[0].is_meta else model.deepstack_num_level

@@ -1,6 +1,6 @@
 """Decoders with a norm before and after each block: Gemma 2 and 3, GLM-4.
 
-The norm before a block adds the residual; that after it is on reduced results, since it is not linear.
+The norm before a block adds the residual. The norm after a block takes the reduced result, because it is not linear.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dbo_runtime.program import ProgramBuilder, Value
 
 
 class Norms(NamedTuple):
-    """What a family calls the norms after attention, before the MLP and after it."""
+    """A family's attribute names of the norms after attention, before the MLP and after the MLP."""
 
     after_attention: str
     before_mlp: str
@@ -30,8 +30,8 @@ class SandwichAdapter:
     """Splits layers at their two all-reduces.
 
     Args:
-        known: classes of the decoder's parts.
-        norms: their names.
+        known: classes of the decoder's parts that the adapter knows.
+        norms: attribute names of the norms.
     """
 
     takes_stages = True
@@ -68,21 +68,21 @@ def _name_parts(family: str, mlp: str) -> frozenset[str]:
 
 
 class Gemma2Adapter(SandwichAdapter):
-    """Gemma 2, whose attention is sliding in every other layer."""
+    """Gemma 2. Every other layer uses sliding-window attention."""
 
     def __init__(self) -> None:
         super().__init__(_name_parts("Gemma2", "Gemma2MLP"), GEMMA)
 
 
 class Gemma3Adapter(SandwichAdapter):
-    """Gemma 3's text models, which norm queries and keys."""
+    """Gemma 3's text models. Their attention norms queries and keys."""
 
     def __init__(self) -> None:
         super().__init__(_name_parts("Gemma3", "Gemma3MLP"), GEMMA)
 
 
 class Glm4Adapter(SandwichAdapter):
-    """GLM-4-0414, whose MLP is Llama's."""
+    """GLM-4-0414. Its MLP is Llama's."""
 
     def __init__(self) -> None:
         super().__init__(_name_parts("Glm4", "LlamaMLP"), GLM4)

@@ -1,7 +1,7 @@
 """A model of plain arithmetic with the structure of a decoder, for tests and the adapter tutorial.
 
-It works on all types that add and multiply (ints are exact), and its attention keeps a cache that it reads: running
-micro-batches in the wrong order returns a wrong result.
+It works with all types that add and multiply (ints are exact). Its attention reads a cache that it appends to, so
+running micro-batches in the wrong order returns a wrong result.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ToyLayer:
         return residual * 3 + 1, residual
 
     def attention(self, positions: Any, x: Any) -> Any:
-        """Append to the cache and return a function of all of it: this rank's part of the heads."""
+        """Append to the cache and return a function of the whole cache: this rank's share of the heads."""
         self.cache.append(x + positions)
         return sum(self.cache) + x
 
     def mlp(self, x: Any) -> Any:
-        """Return this rank's part of the MLP."""
+        """Return this rank's share of the MLP."""
         return x * 5 - 2
 
 
@@ -42,7 +42,7 @@ class ToyModel:
 
 
 class ToyCollectives:
-    """A group of *ranks* with equal values: the reduce multiplies."""
+    """A group of *ranks* ranks with equal values, so that the reduce is a multiplication."""
 
     reduces = True
 
@@ -53,7 +53,7 @@ class ToyCollectives:
         """Return None: the toy has no experts."""
 
     def without_reduce(self, module: Any) -> Any:
-        """Return *module*, which returns its part of the sum."""
+        """Return *module* unchanged: it already returns its partial sum."""
         return module
 
     def all_reduce(self, partial: Any) -> Any:

@@ -78,7 +78,7 @@ def test_each_public_name_is_in_the_reference(pages: dict[Path, Html]) -> None:
 
 
 def test_the_reference_has_docstrings(site: Path) -> None:
-    assert "Declares the programs of one family of models." in (site / "api" / "adapter.html").read_text()
+    assert "Declares the programs of one model family." in (site / "api" / "adapter.html").read_text()
     assert "Run a model in vLLM, and compare its own forward" in (site / "api" / "testing.html").read_text()
 
 

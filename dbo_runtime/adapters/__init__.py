@@ -1,1 +1,1 @@
-"""How models say what their programs are, and how adapters are found."""
+"""Adapter contracts, the interfaces that adapters use to communicate, and the registry that finds adapters."""

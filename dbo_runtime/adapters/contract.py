@@ -1,4 +1,4 @@
-"""The contracts of adapters, and how one records a program."""
+"""The contracts that adapters implement, and `record_program`, which runs an adapter to record its program."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ LANES = (COMPUTE, COMM, SIDE)
 X = "x"
 POSITIONS = "positions"
 INPUT_IDS = "input_ids"
-"""The input that an adapter's `record` may declare for token ids [tokens]; the name is vLLM's."""
+"""The input that an adapter's `record` may declare for token ids [tokens]. vLLM uses the same name."""
 
 KEPT = "kept"
-"""The output that an `OutputAdapter` declares."""
+"""The name of the output that an `OutputAdapter` declares."""
 
 INPUTS: dict[str, dict[str, int | None]] = {
     X: {"token_dim": 0},
-    POSITIONS: {"token_dim": -1},  # a row of them, or one for each axis of a rotary embedding of images
-    "pixels": {"token_dim": 0},  # an image's tokens are its patches
-    "grids": {"token_dim": None, "request_dim": 0},  # a request is an image
+    POSITIONS: {"token_dim": -1},  # one row, or one for each axis of a multimodal rotary embedding
+    "pixels": {"token_dim": 0},  # an image's patches are its tokens
+    "grids": {"token_dim": None, "request_dim": 0},  # an image is a request
 }
-"""The inputs that adapters' `record` takes as parameters, and how each is cut into micro-batches."""
+"""The inputs that `record` may take as its last parameters, and how each is cut into micro-batches."""
 
 
 def name_auxiliary(layers: int) -> str:
-    """Return the name of the output that has the hidden states after that many layers, before a norm [tokens, hidden].
+    """Return the name of the output for the hidden states after this many layers, before a norm [tokens, hidden].
 
-    A model that drafts (Eagle3, arXiv:2503.01840) reads them. After no layers, they are the embedded tokens.
+    A draft model (Eagle3, arXiv:2503.01840) reads them. For 0 layers they are the embedded tokens.
     """
     return f"hidden_states_after_{layers}"
 
 
 class ModelAdapter(Protocol):
-    """Declares the programs of one family of models. `dbo_models.deepseek` is one, in about 60 lines."""
+    """Declares the programs of one model family. `dbo_models.deepseek` is an example, in about 60 lines."""
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model, as configured and loaded, cannot be split, or None if it can."""
@@ -49,84 +49,87 @@ class ModelAdapter(Protocol):
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare the program of one micro-batch and return the value of its hidden states.
 
-        `x` will be the embedded tokens [tokens, hidden], `positions` their positions [tokens], or [axes, tokens].
+        `x` stands for the embedded tokens [tokens, hidden], `positions` for their positions [tokens] or [axes, tokens].
         """
 
 
 @runtime_checkable
 class InputAdapter(Protocol):
-    """An adapter of a model that keeps data for its next forward, token by token, in addition to its arguments."""
+    """An adapter for a model that stores per-token data for its next forward, besides the forward's arguments."""
 
     def take_inputs(self, model: Any, x: Any, keep: bool) -> Any:
-        """Return *x* [tokens, hidden] with those data appended [tokens, hidden and more], to be cut with the tokens.
+        """Return *x* with the stored data appended [tokens, hidden and more], so that both are cut together.
 
-        With *keep*, leave them for another forward of the same step; otherwise remove them as the forward would.
+        *x* is [tokens, hidden]. With *keep*, leave the stored data for another forward of the same step. Otherwise
+        remove them, as the model's own forward would.
         """
 
 
 @runtime_checkable
 class RepeatableAdapter(Protocol):
-    """An `InputAdapter` that can also give such data back, so that a step can run several times for comparison."""
+    """An `InputAdapter` that can also restore the stored data, so that a step can run several times for comparison."""
 
     def give_inputs(self, model: Any, x: Any) -> None:
-        """Leave the data appended to *x*, which `take_inputs` returned for some tokens, to the forward of these."""
+        """Restore the data that `take_inputs` appended to *x*, for a forward of the same tokens."""
 
 
 @runtime_checkable
 class OutputAdapter(Protocol):
-    """An adapter of a model whose forward leaves data for another model, token by token, besides its result.
+    """An adapter for a model whose forward stores per-token data for another model, besides returning its result.
 
-    Where it does, `record` names them as an output, `p.output(KEPT, value)`.
+    `record` declares these data as an output: `p.output(KEPT, value)`.
     """
 
     def keep_output(self, model: Any, parts: Sequence[Any]) -> None:
-        """Leave the output of each micro-batch, in the order of the tokens, where the model's own forward does."""
+        """Store the micro-batches' outputs, given in token order, where the model's own forward would."""
 
 
 @runtime_checkable
 class StageAdapter(Protocol):
-    """An adapter that also declares a stage of a pipeline: the layers that are on this rank.
+    """An adapter that can also declare one pipeline stage: the layers on this rank.
 
-    On a stage other than the first, `x` is the hidden states of the previous stage, and `record` declares the other
-    tensors that this passes on as inputs, `p.input("residual")`, before any op. On a stage other than the last it
-    returns hidden states as the next stage takes them, and names the other tensors, `p.output("residual", value)`.
+    On every stage but the first, `x` is the previous stage's hidden states. `record` declares the other tensors that
+    the previous stage sends as inputs, `p.input("residual")`, before any op. On every stage but the last, `record`
+    returns the hidden states that the next stage takes, and declares the other tensors that it sends as outputs,
+    `p.output("residual", value)`.
 
     Attributes:
-        takes_stages: True. Other adapters are not used for stages.
+        takes_stages: True. Adapters without this attribute are not used for pipeline stages.
     """
 
     takes_stages: bool
 
 
 class EncoderAdapter(Protocol):
-    """Declares the programs of one family of vision encoders. `dbo_models.qwen_vl` has two."""
+    """Declares the programs of one family of vision encoders. `dbo_models.qwen_vl` has two examples."""
 
     def decline(self, encoder: Any) -> Decline | None:
         """Return why this encoder, as configured and loaded, cannot be split, or None if it can."""
 
     def estimate_flops(self, encoder: Any, grid: Sequence[int]) -> float:
-        """Return the operations that an image or a video of *grid* (time, height, width, in patches) takes.
+        """Return the number of operations for an image or a video of *grid* (time, height, width, in patches).
 
-        Micro-batches are balanced by them, so only ratios matter.
+        Micro-batches are balanced by this number, so only ratios matter.
         """
 
     def record(self, p: ProgramBuilder, encoder: Any, collectives: Collectives, pixels: Value, grids: Value) -> Value:
         """Declare the program of one micro-batch of images and return the value of their embeddings.
 
-        `pixels` will be the images' patches [patches, values], `grids` a list of (time, height, width) of each image.
+        `pixels` stands for the images' patches [patches, values], `grids` for a list of one (time, height, width) per
+        image.
         """
 
 
 def record_program(
     adapter: ModelAdapter | EncoderAdapter, model: Any, collectives: Collectives, has_side: bool = False
 ) -> Program | Decline:
-    """Run an adapter once and return the program it declares; with *has_side*, its ops may be on the `side` lane.
+    """Run an adapter once and return the program that it declares. *has_side* allows ops on the `side` lane.
 
     Returns:
-        The program, or the decline if the model turns out not to be splittable while it is recorded.
+        The program; or a decline, if recording shows that the model cannot be split.
 
     Raises:
-        ProgramError: if it breaks the contract, with the line where it does, or fails.
+        ProgramError: the adapter breaks its contract or fails. The message names the line.
     """
     p = ProgramBuilder(has_side)
     inputs = _declare_inputs(p, adapter)
@@ -153,16 +156,16 @@ def name_adapter(adapter: ModelAdapter | EncoderAdapter) -> str:
 
 
 def locate_source(thing: Any) -> str:
-    """Return `file:line` of a class or function, for messages."""
+    """Return the `file:line` of a class or function, for messages."""
     try:
         code = inspect.unwrap(thing)
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
-    except Exception:  # noqa: BLE001 - a built-in, its source is missing, or a class that raises when it is asked
+    except Exception:  # noqa: BLE001 - a built-in, missing source, or a class that raises on inspection
         return f"{thing!r}, no source"
 
 
 def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -> list[Value]:
-    """Declare the inputs that `record` takes as its last parameters, by their names."""
+    """Declare the inputs that `record` takes as its last two parameters, identified by name."""
     try:
         names = list(inspect.signature(adapter.record).parameters)[-2:]
     except (TypeError, ValueError) as error:
@@ -171,14 +174,14 @@ def _declare_inputs(p: ProgramBuilder, adapter: ModelAdapter | EncoderAdapter) -
     for name in names:
         if name not in INPUTS:
             raise ProgramError(
-                f"record() of {name_adapter(adapter)} takes the input {name!r}; those of adapters are "
+                f"record() of {name_adapter(adapter)} takes the input {name!r}; adapters can take "
                 f"{', '.join(INPUTS)}. ({locate_source(type(adapter))})"
             )
     return [p.input(name, **INPUTS[name]) for name in names]
 
 
 def _check_ops(program: Program) -> None:
-    """Raise ProgramError if an op is on an unknown lane, or in no layer between ops that are in one."""
+    """Raise ProgramError if an op is on an unknown lane, or lies between layers but belongs to none."""
     inside = [number for number, op in enumerate(program.ops) if op.layer is not None]
     for number, op in enumerate(program.ops):
         if op.lane not in LANES:

@@ -1,4 +1,4 @@
-"""How adapters are found, as entry points of installed packages, and checked against their contract."""
+"""Finds adapters among the entry points of installed packages, and checks them against their contract."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP = "dbo_runtime.adapters"
 ENCODERS = "dbo_runtime.encoders"
 
 GENERATING_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration")
-"""Ends of the names of architectures that generate; the names are vLLM's."""
+"""Suffixes of architecture names of generating models, as in vLLM."""
 
 POOLING_SUFFIXES = (
     "ForTextEncoding",
@@ -29,43 +29,43 @@ POOLING_SUFFIXES = (
     "RewardModel",
     "Model",
 )
-"""Ends of the names of architectures that pool what a generating model's backbone gives."""
+"""Suffixes of architecture names of models that pool the output of a generating model's backbone, as in vLLM."""
 
 
 def get_adapter(architecture: str) -> ModelAdapter | None:
     """Return the adapter registered for an architecture name, or None if there is none.
 
-    Adapters are entry points of the group `dbo_runtime.adapters`, named like the architecture, that load to a class.
+    Adapters are classes, registered as entry points of the group `dbo_runtime.adapters` under the architecture's name.
 
     Raises:
-        ProgramError: if the one registered cannot be loaded or is no adapter.
+        ProgramError: the registered adapter cannot be loaded, or is no adapter.
     """
     entry = _get_entry(GROUP, architecture)
     return None if entry is None else cast(ModelAdapter, _load(entry, ModelAdapter))
 
 
 def get_backbone_adapter(architecture: str, classes: Sequence[str] = ()) -> ModelAdapter | None:
-    """Return the adapter of the backbone that an architecture holds, or None if there is none.
+    """Return the adapter for the backbone that an architecture is built on, or None if there is none.
 
-    It is the one registered for the first of `name_backbones` that has one: vLLM makes embedding models, classifiers
-    and reward models of generating ones, and serves several architectures by one class. Whether the model's parts are
-    those that the adapter knows is the adapter's to check, when the model is loaded.
+    Takes the first architecture in `name_backbones` that has an adapter. vLLM derives embedding models, classifiers and
+    reward models from generating models, and serves several architectures by one class. Once the model is loaded, the
+    adapter itself must check that it knows the model's parts.
 
     Args:
-        architecture: the model's architecture, by name.
-        classes: names of the class that vLLM serves it by, and of those that this derives from; none if not known.
+        architecture: the model's architecture name.
+        classes: names of the vLLM class that serves the architecture and of its base classes; empty if not known.
 
     Raises:
-        ProgramError: if the one registered cannot be loaded or is no adapter.
+        ProgramError: the registered adapter cannot be loaded, or is no adapter.
     """
     names = name_backbones(architecture, *classes)
     return next((adapter for adapter in map(get_adapter, names) if adapter is not None), None)
 
 
 def name_backbones(*architectures: str) -> list[str]:
-    """Return the architectures that adapters of these may be registered for: themselves, and their backbones.
+    """Return the architectures whose adapters may fit: these themselves, then the backbones they are built on.
 
-    `Qwen3Model` and `Qwen3ForSequenceClassification` have that of `Qwen3ForCausalLM`.
+    For `Qwen3Model` and `Qwen3ForSequenceClassification` this includes `Qwen3ForCausalLM`.
     """
     bases = [
         name.removesuffix(suffix)
@@ -78,9 +78,9 @@ def name_backbones(*architectures: str) -> list[str]:
 
 
 def get_encoder_adapter(name: str) -> EncoderAdapter | None:
-    """Return the adapter registered for encoders of a class of this name, or None if there is none.
+    """Return the adapter registered for an encoder class of this name, or None if there is none.
 
-    As `get_adapter`, in the group `dbo_runtime.encoders`.
+    Like `get_adapter`, for the entry point group `dbo_runtime.encoders`.
     """
     entry = _get_entry(ENCODERS, name)
     return None if entry is None else cast(EncoderAdapter, _load(entry, EncoderAdapter))
@@ -95,7 +95,7 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
     """Return an instance of an adapter class after checking it against the contract.
 
     Raises:
-        ProgramError: naming the method that is missing or takes other arguments, and where it is declared.
+        ProgramError: a method is missing or takes other arguments. The message names it and its declaration.
     """
     if not inspect.isclass(cls):
         raise ProgramError(f"adapter {origin} must be a class, not {cls!r}.")
@@ -122,12 +122,12 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
 
 
 def _find(cls: type, name: str) -> Any:
-    """Return an attribute of an adapter's class, without running what the class has to say about it; None without."""
+    """Return an attribute of an adapter class, or None. Does not run the class's own attribute access."""
     return inspect.getattr_static(cls, name, None)
 
 
 def _list_parameters(method: Any) -> list[str]:
-    """Return the names of what a method takes; none if it does not say, as those that are written in C."""
+    """Return a method's parameter names; empty if they cannot be inspected, as for methods written in C."""
     try:
         return list(inspect.signature(method).parameters)
     except (TypeError, ValueError):

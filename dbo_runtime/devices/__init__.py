@@ -1,7 +1,7 @@
-"""The contract of devices, and how to open one.
+"""The contract of devices, and the function that opens one.
 
-A lane runs tasks in the order launched. An event recorded on a lane happens when everything launched there so far is
-done; a lane that waits for it runs nothing further before. Lanes and events are made once and reused.
+A lane runs tasks in launch order. An event recorded on a lane happens when everything launched there before is done.
+A lane that waits for an event runs nothing more until it has happened. Lanes and events are made once and reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.ranges import OpenRange
 
 Values = list[Any]
-Observe = Callable[[float, SupportsFloat, SupportsFloat], None]  # takes when a task was issued, started and ended, in s
+Observe = Callable[[float, SupportsFloat, SupportsFloat], None]  # times of a task's issue, start and end, in s
 
 _CLASSES = {
     "npu": ("dbo_runtime.devices.npu", "NpuDevice"),
@@ -23,7 +23,7 @@ _CLASSES = {
     "cpu": ("dbo_runtime.devices.cpu", "CpuDevice"),
     "virtual": ("dbo_runtime.devices.virtual", "VirtualDevice"),
 }
-_AUTO = ("npu", "cuda", "cpu")  # tried in this order
+_AUTO = ("npu", "cuda", "cpu")  # order of attempts
 
 
 class Event(Protocol):
@@ -31,19 +31,19 @@ class Event(Protocol):
 
 
 class Task(Protocol):
-    """A callable that a lane runs: an op bound to the slots that it reads and writes."""
+    """A callable that a lane runs: an op bound to the slots of the values it reads and writes."""
 
     def __call__(self, values: Values, /) -> None:
-        """Run on the values of one run [slots]."""
+        """Run on one run's values [slots]."""
 
 
 class DirectCalls(NamedTuple):
-    """What issues onto a lane without tasks: an op is issued by calling it on the thread that began the run.
+    """Functions to issue ops onto a lane by direct calls instead of tasks, on the thread that began the run.
 
     Attributes:
-        switch: makes the lane the one onto which ops issue that are called from now on; None if they always do.
-        record: does what `Lane.record` does.
-        wait: does what `Lane.wait` does, but for the check: the caller knows that the event was recorded in this run.
+        switch: function that makes the lane current, so that later calls issue onto it; None if calls always do.
+        record: same as `Lane.record`.
+        wait: same as `Lane.wait`, without the check: the caller knows that the event was recorded in this run.
     """
 
     switch: Callable[[], None] | None
@@ -52,49 +52,48 @@ class DirectCalls(NamedTuple):
 
 
 class Lane(Protocol):
-    """An in-order queue of a device: a stream, or a thread."""
+    """An in-order queue of a device: a stream or a thread."""
 
     @property
     def name(self) -> str:
         """The lane's name in programs."""
 
     def launch(self, task: Task, values: Values) -> None:
-        """Run `task(values)` after everything launched here or waited for so far."""
+        """Run `task(values)` after everything launched or waited for on this lane so far."""
 
     def measure(self, task: Task, values: Values, observe: Observe) -> None:
-        """Launch the task and call *observe* with when it was issued, started and ended, in seconds of one clock.
+        """Launch the task and call *observe* with the times of issue, start and end, in seconds of one clock.
 
-        On some devices `float()` of start and end waits for the device. *observe* may be called from the thread that
-        runs the task.
+        On some devices `float()` of start and end waits for the device. The thread that runs the task may call
+        *observe*.
         """
 
     def record(self, event: Any) -> None:
-        """Record *event* after everything launched so far."""
+        """Record *event* after everything launched on this lane so far."""
 
     def wait(self, event: Any) -> None:
-        """Run nothing further before *event* has happened.
+        """Run nothing more on this lane until *event* has happened.
 
         Raises:
-            DeviceError: if the event was not recorded since `begin`; streams would ignore such a wait.
+            DeviceError: the event was not recorded since `begin`. Streams would ignore such a wait.
         """
 
     def get_direct_calls(self) -> DirectCalls | None:
-        """Return what issues onto the lane in the run that has begun; None where tasks must be launched.
+        """Return the functions to issue directly onto the lane in the current run; None if tasks must be launched.
 
-        Which of the two, and whether there is a `switch`, stays the same; the calls are of one run. They are in place
-        of `launch`: in a run that calls ops, none is launched on a lane that has such calls. After `begin` the first
-        lane is the current one.
+        A lane always answers alike, with or without a `switch`; the functions are valid for one run. They replace
+        `launch`: a run uses either calls or tasks on a lane. After `begin` the first lane is current.
         """
 
 
 class Timer(Protocol):
-    """Measures a step on the first lane, from where the timer was started."""
+    """Measures a step on the first lane, from the timer's start."""
 
     def stop(self) -> None:
-        """Stop when everything launched so far is done."""
+        """Stop once everything launched so far is done."""
 
     def read(self) -> float | None:
-        """Return the seconds between start and stop, or None before the stop is reached. Never waits."""
+        """Return the seconds between start and stop, or None if the stop is not reached yet. Never waits."""
 
 
 class Device(Protocol):
@@ -102,58 +101,61 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that `open_device` takes."""
+        """The name for `open_device`."""
 
     @property
     def is_capturing(self) -> bool:
-        """Whether launches are being captured into a graph."""
+        """Whether launches are being captured into a CUDA or NPU graph."""
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes of these names, `compute` first; make those that are new.
+        """Return the lanes of these names, `compute` first. New names get new lanes.
 
         Raises:
-            DeviceError: if the device has too few.
+            DeviceError: the device has too few lanes.
         """
 
     def make_event(self) -> Event:
-        """Make an event, to be recorded and waited for any number of times."""
+        """Make an event, which can be recorded and waited for any number of times."""
 
     def start_timer(self) -> Timer:
-        """Start a timer when everything launched on the current stream or thread so far is done."""
+        """Start a timer once everything launched on the current stream or thread so far is done."""
 
     def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
-        """Return what opens named ranges in profilers, on any thread that runs or issues ops; None if none is to.
+        """Return a function that opens named ranges in profilers; None to open none.
+
+        It works on any thread that runs or issues ops.
 
         Args:
-            wanted: `auto`: if torch's profiler is on now; `on`: in any case, for profilers that cannot be detected.
+            wanted: `auto`: only if torch's profiler is on now. `on`: always, for profilers that cannot be detected.
         """
 
     def begin(self) -> None:
-        """Begin a run, in which events recorded before do not count."""
+        """Begin a run. Events recorded before no longer count."""
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Release *values*, of any lane's memory, to the caller, who uses them on the first lane and frees them."""
+        """Release *values* of any lane's memory to the caller, who uses them on the first lane and frees them."""
 
     def finish(self) -> None:
-        """End a run; raise what a task raised, unless a wait has raised it already."""
+        """End a run. Raise a task's error, unless a wait already raised it."""
 
     def abort(self) -> None:
-        """End a failed run: return when no task runs any more, ready for `begin`."""
+        """End a failed run. Return once no task runs any more; the device is then ready for `begin`."""
 
     def synchronize(self) -> None:
         """Wait until everything launched is done."""
 
     def close(self) -> None:
-        """Release what the device holds, including threads."""
+        """Release the device's resources, including threads."""
 
 
 def open_device(name: str, **options: Any) -> Device:
     """Open the device *name*; *options* go to its constructor.
 
-    `auto`, which has no options, opens an NPU if there is one, else CUDA, else the CPU, and logs which and why.
+    `auto` opens an NPU if there is one, else CUDA, else the CPU, and logs its choice and the reason. It takes no
+    options.
 
     Raises:
-        DeviceError: if there is no device of that name or the device is not available, with what to do about it.
+        DeviceError: no device has that name, or the device is not available. The message says what to do about it.
     """
     if name == "auto" and not options:
         return _open_first()
@@ -163,7 +165,7 @@ def open_device(name: str, **options: Any) -> Device:
     module, kind = _CLASSES[name]
     try:
         make: Callable[..., Device] = getattr(import_module(module), kind)
-    except (ImportError, RuntimeError) as error:  # RuntimeError: torch, if it cannot load torch_npu by itself
+    except (ImportError, RuntimeError) as error:  # torch raises RuntimeError if it cannot autoload torch_npu
         raise DeviceError(
             f"device {name!r} needs torch, which cannot be imported ({error}): install or repair it."
         ) from error
@@ -171,9 +173,10 @@ def open_device(name: str, **options: Any) -> Device:
 
 
 def _open_first() -> Device:
-    """Open the first available of `_AUTO`; the last always is.
+    """Open the first available device of `_AUTO`. The last one always is.
 
-    Each is opened by its own name: vllm-ascend rebinds names of `torch.cuda`, which then do not describe CUDA.
+    Each device is opened by its own name, because vllm-ascend rebinds names in `torch.cuda`, which then do not describe
+    CUDA.
     """
     missing = []
     for name in _AUTO[:-1]:
@@ -189,10 +192,10 @@ def _open_first() -> Device:
 
 
 def check_recorded(recorded: int, run: int, waiter: str) -> None:
-    """Check that an event that a lane waits for was last recorded in the present run.
+    """Check that the event a lane waits for was last recorded in the current run.
 
     Raises:
-        DeviceError: if it was not, naming the lane that waits.
+        DeviceError: it was not. The message names the waiting lane.
     """
     if recorded != run:
         raise DeviceError(

@@ -1,9 +1,9 @@
-"""The CPU as a device: the compute lane is the calling thread, every other lane a worker thread.
+"""The CPU as a device: the compute lane is the calling thread, and every other lane is a worker thread.
 
 No thread spins: a wait reads a counter, or blocks on a condition variable.
 
-Collectives run on a worker and not with gloo's `async_op=True`: on two hosts that was a few per cent faster in one
-workload and slower in another, and schedules are made for lanes whose ops finish in order.
+Collectives run on a worker, not with gloo's `async_op=True`. Between two hosts that was a few per cent faster in one
+workload and slower in another, and schedules assume lanes whose ops finish in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ThreadState = Callable[[], AbstractContextManager[Any]]
 
 
 class CpuEvent:
-    """A count on a worker's lane, as a timeline semaphore of Vulkan, or a mark of the calling thread."""
+    """A count on a worker's lane, like a Vulkan timeline semaphore, or a mark of the calling thread."""
 
     __slots__ = ("count", "run", "worker")
 
@@ -53,11 +53,11 @@ class CallingThreadLane:
         task(values)
 
     def measure(self, task: Task, values: Values, observe: Observe) -> None:
-        """Run the task and read the clock before and after."""
+        """Run the task and read the clock before and after it."""
         _Timed(task, observe)(values)
 
     def record(self, event: CpuEvent) -> None:
-        """Mark the event as past: everything launched here has returned."""
+        """Mark the event as happened: everything launched on this lane has returned."""
         event.run = self._device.run
         event.worker = None
 
@@ -69,12 +69,12 @@ class CallingThreadLane:
             self._device.raise_failure()
 
     def get_direct_calls(self) -> DirectCalls:
-        """Return the lane's own methods: an op that is called runs to its end."""
+        """Return the lane's own methods. A called op runs to its end."""
         return DirectCalls(None, self.record, self.wait)
 
 
 class WorkerLane:
-    """Runs tasks in order on its own thread, in the thread state of the thread that began the run."""
+    """Runs tasks in order on its own thread, with the thread state of the thread that began the run."""
 
     def __init__(self, name: str, device: CpuDevice) -> None:
         self.name = name
@@ -95,17 +95,17 @@ class WorkerLane:
         self._jobs.put((task, values))
 
     def measure(self, task: Task, values: Values, observe: Observe) -> None:
-        """Queue the task and read the clock before and after; *observe* is called on the worker."""
+        """Queue the task and read the clock before and after it. The worker calls *observe*."""
         self.launch(_Timed(task, observe), values)
 
     def record(self, event: CpuEvent) -> None:
-        """Record the event after all that is queued."""
+        """Record the event after everything queued."""
         event.run = self._device.run
         event.worker = self
         event.count = self._launched
 
     def wait(self, event: CpuEvent) -> None:
-        """Queue a wait for another worker; what the calling thread recorded is past already."""
+        """Queue a wait for another worker. Events of the calling thread have already happened."""
         check_recorded(event.run, self._device.run, self.name)
         worker, count = event.worker, event.count
         if worker is not None and worker is not self:
@@ -115,14 +115,14 @@ class WorkerLane:
         """Return None: ops run on the lane's own thread."""
 
     def block(self, count: int | None = None) -> None:
-        """Return when *count* tasks are done, by default all that were launched."""
+        """Return once *count* tasks are done, by default all tasks launched."""
         count = self._launched if count is None else count
         if self._done < count:
             with self._progress:
                 self._progress.wait_for(lambda: self._done >= count)
 
     def close(self) -> None:
-        """End the thread after what is queued."""
+        """End the thread once its queue is empty."""
         self._closed = True
         self._jobs.put(None)
         self._thread.join()
@@ -130,11 +130,11 @@ class WorkerLane:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             task, values = job
-            if not self._device.has_failed:  # after a failure the rest of the run is only counted
+            if not self._device.has_failed:  # after a failure, tasks are counted but not run
                 try:
                     with self._device.thread_state():
                         task(values)
-                except BaseException as error:  # noqa: BLE001 - it is raised again on the calling thread
+                except BaseException as error:  # noqa: BLE001 - the calling thread raises it again
                     self._device.fail(error)
             del job, task, values  # an idle worker must not keep tensors alive
             with self._progress:
@@ -143,23 +143,23 @@ class WorkerLane:
 
 
 class HostTimer:
-    """A timer by the host's clock: the calling thread has run all that it launched."""
+    """A timer by the host's clock. That is exact, because the calling thread runs each task as it is launched."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._seconds: float | None = None
 
     def stop(self) -> None:
-        """Stop now."""
+        """Read the clock now."""
         self._seconds = time.perf_counter() - self._start
 
     def read(self) -> float | None:
-        """Return the seconds; None before `stop`."""
+        """Return the seconds, or None before `stop`."""
         return self._seconds
 
 
 class _Timed:
-    """A task that notes when it was issued and when it ran."""
+    """A task that reports when it was issued and when it ran."""
 
     __slots__ = ("_issued", "_observe", "_task")
 
@@ -178,9 +178,9 @@ class CpuDevice:
     """Threads as lanes.
 
     Args:
-        capture_state: called on the calling thread at `begin`; returns a context manager factory that a worker enters
-            around each task. This passes on thread-local state of torch (inference mode, grad mode).
-        inline: further lanes that are the calling thread, for ops that must not run concurrently with `compute`
+        capture_state: function called on the calling thread at `begin`. It returns a factory of context managers; a
+            worker enters one around each task. This passes on torch's thread-local state (inference mode, grad mode).
+        inline: names of further lanes on the calling thread, for ops that must not run concurrently with `compute`
             because their kernels share scratch memory.
     """
 
@@ -203,7 +203,7 @@ class CpuDevice:
         return self._failure is not None
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes; the first and those that are `inline` are the calling thread."""
+        """Return the lanes. The first lane and the `inline` lanes are on the calling thread."""
         for position, name in enumerate(names):
             if name not in self._lanes:
                 make = WorkerLane if position and name not in self._inline else CallingThreadLane
@@ -219,9 +219,9 @@ class CpuDevice:
         return HostTimer()
 
     def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
-        """Return those of torch; None where torch is not imported.
+        """Return torch's ranges; None if torch is not imported.
 
-        torch's profiler sees ops on workers only if it records all threads (`profile_all_threads`).
+        torch's profiler shows ops of workers only if it records all threads (`profile_all_threads`).
         """
         if self._find_ranges is None:
             if sys.modules.get("torch") is None:
@@ -241,11 +241,11 @@ class CpuDevice:
         """Do nothing: memory does not belong to lanes."""
 
     def finish(self) -> None:
-        """End a run; raise what a worker's task raised."""
+        """End a run. Raise the error of a worker's task, if any."""
         self.raise_failure()
 
     def abort(self) -> None:
-        """Wait until the workers are idle, without running what is still queued."""
+        """Wait until the workers are idle, without running the tasks still queued."""
         self.fail(DeviceError("the run was aborted."))
         self.synchronize()
         self._failure = None
@@ -256,18 +256,18 @@ class CpuDevice:
             worker.block()
 
     def close(self) -> None:
-        """End the workers. The device can be reused: lanes are made anew."""
+        """End the workers. The device can be reused: new lanes are made."""
         for worker in self._list_workers():
             worker.close()
         self._lanes.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Keep the first failure of a run."""
+        """Keep the run's first failure."""
         with self._lock:
             self._failure = self._failure or error
 
     def raise_failure(self) -> None:
-        """Raise the first failure of this run, if there is one."""
+        """Raise the run's first failure, if any."""
         if self._failure is not None:
             raise self._failure
 

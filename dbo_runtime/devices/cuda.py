@@ -14,24 +14,24 @@ from dbo_runtime.errors import DeviceError
 from dbo_runtime.ir.op import COMM
 
 PRIORITIES: Mapping[str, int] = MappingProxyType({COMM: -1})
-"""Priority of a lane's stream, 0 if it is not here; lower numbers come first.
+"""Stream priority of each lane, 0 for lanes not listed. Lower numbers come first.
 
-A matrix product fills all multiprocessors, so the blocks of a collective that was issued later would wait for its end.
-The blocks of a stream of higher priority are placed first, wherever some end.
+A matrix product fills all multiprocessors, so blocks of a collective issued later would wait until it ends. Blocks of
+a stream of higher priority are placed first, as soon as any block ends.
 """
 
 
 class CudaDevice(StreamDevice):
     """The current CUDA device.
 
-    A collective of NCCL that is called on a lane is in the lane's order like any kernel: it runs on the current stream,
-    or on an internal stream of NCCL that is synchronized with it before and after.
+    A NCCL collective called on a lane is in the lane's order like any kernel: it runs on the current stream, or on an
+    internal stream that NCCL synchronizes with the current one before and after.
 
     Args:
-        priorities: stream priorities by lane; see `PRIORITIES`.
+        priorities: stream priority by lane; see `PRIORITIES`.
 
     Raises:
-        DeviceError: if there is no CUDA device, with the reason.
+        DeviceError: there is no CUDA device. The message says why.
     """
 
     def __init__(self, priorities: Mapping[str, int] = PRIORITIES) -> None:
@@ -42,5 +42,5 @@ class CudaDevice(StreamDevice):
         self._priorities = priorities
 
     def make_stream(self, lane: str) -> Any:
-        """Return the next stream of the pool of the lane's priority."""
+        """Return the next stream from the pool of the lane's priority."""
         return self.backend.Stream(priority=self._priorities.get(lane, 0))

@@ -1,7 +1,7 @@
 """The discrete-event loop behind every prediction: hosts issue, lanes run in order, collectives synchronize ranks.
 
-No op is run and no time is measured. How long ops and hosts take is a `Machine`; `virtual.simulate`,
-`multi_rank_simulator.simulate_ranks` and the planner's `predict_timeline` differ in nothing else.
+No op runs and no time is measured. A `Machine` says how long ops and hosts take. This is all that distinguishes
+`virtual.simulate`, `multi_rank_simulator.simulate_ranks` and the planner's `predict_timeline`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.observe.timeline import Span, Timeline
 
 Members = Sequence[tuple[int, int]]
-"""Who runs an op together, as (rank, number of the instruction); an op that is no collective has one member."""
+"""The instructions that run an op together, as (rank, instruction number). An op that is no collective has one."""
 
 
 class HostRelease(Enum):
-    """When a host that has issued an instruction goes on to the next one."""
+    """The moment at which a host goes on to the next instruction after issuing one."""
 
     ISSUED = auto()
     STARTED = auto()
@@ -31,16 +31,16 @@ class HostRelease(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is known of the machine that is simulated. Times are in seconds.
+    """A model of the simulated machine. Times are in seconds.
 
     Attributes:
-        duration: (rank, instruction, seconds that its lane was idle before; infinite before the first op) -> time of
-            the op while no other lane runs. A collective takes the longest of its ranks.
-        release: when the host goes on after an instruction.
-        issue_seconds: that the host takes to issue one instruction.
-        handover_seconds: from the last of the ops that an op waits for to its own start, at the least.
-        slowdown: (lane, lanes that run) -> factor by which the lane is slower now. None: no lane ever is, and each op
-            ends at exactly its start plus its duration.
+        duration: function (rank, instruction, seconds that its lane was idle before; infinite before the first op) ->
+            time of the op while no other lane runs. A collective takes the longest time among its ranks.
+        release: function that says when the host goes on after an instruction.
+        issue_seconds: host time to issue one instruction.
+        handover_seconds: minimum time from the end of the last op that an op waits for to the op's start.
+        slowdown: function (lane, running lanes) -> factor by which the lane is slower now. None: lanes never slow each
+            other down, and each op ends at exactly its start plus its duration.
     """
 
     duration: Callable[[int, Instruction, float], float]
@@ -51,10 +51,10 @@ class Machine:
 
 
 def run_schedule(schedule: Schedule, machine: Machine) -> Timeline:
-    """Return when each op of the only rank would run.
+    """Return when each op would run if there is only one rank.
 
     Raises:
-        ScheduleError: if instructions wait for each other.
+        ScheduleError: instructions wait for each other.
     """
     loop = EventLoop([schedule], machine)
     loop.run()
@@ -65,23 +65,23 @@ def run_schedule(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def run_ahead(instruction: Instruction) -> HostRelease:
-    """Let the host run ahead of the lanes, but for `host_sync` instructions, which have to start first."""
+    """Let the host run ahead of the lanes, except that `host_sync` instructions must start before it goes on."""
     return HostRelease.STARTED if instruction.op.host_sync else HostRelease.ISSUED
 
 
 def run_alone(rank: int, number: int) -> Members:
-    """Let an instruction run as soon as its own rank can: where there are no collectives to meet in."""
+    """Let an instruction run as soon as its own rank can. For schedules without collectives across ranks."""
     return ((rank, number),)
 
 
 class EventLoop:
-    """One simulation of the schedules of all ranks.
+    """One simulation of all ranks' schedules.
 
     Args:
         schedules: one per rank.
-        machine: what ops and hosts take.
-        meet: (rank, number of an instruction that could start) -> its members, once all of them could; None before. It
-            is called again for one that has to wait.
+        machine: times of ops and hosts.
+        meet: function (rank, number of an instruction that could start) -> its members once all of them could start,
+            None before. It is called again for an instruction that has to wait.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class EventLoop:
         self._running: list[_Running] = []
 
     def run(self) -> None:
-        """Let time pass until nothing more can happen: to the end of all schedules, or until ranks are stuck."""
+        """Let time pass until nothing more can happen: all schedules have ended, or ranks are stuck."""
         while True:
             for rank in self._ranks:
                 rank.issue(self._now)
@@ -110,7 +110,7 @@ class EventLoop:
             self._advance(until)
 
     def get_stop(self, rank: int) -> int | None:
-        """Return the number of the first instruction that a rank has issued and cannot start; None if it has ended."""
+        """Return the number of the first instruction that a rank has issued but cannot start; None if it has ended."""
         return min((queue[0] for queue in self._ranks[rank].queues.values() if queue), default=None)
 
     @property
@@ -122,7 +122,7 @@ class EventLoop:
         )
 
     def _start_ops(self, number: int, rank: _Rank) -> float:
-        """Start what can start on the idle lanes of a rank; return when the next one can that cannot yet."""
+        """Start ops that can start on a rank's idle lanes; return when the next of the others can."""
         earliest = math.inf
         for lane, queue in rank.queues.items():
             if queue and lane not in rank.busy:
@@ -138,7 +138,7 @@ class EventLoop:
         self._running.append(_Running(members, self._now, seconds, self._now + seconds))
 
     def _set_ends(self) -> None:
-        """Extrapolate when each op would end if what runs now went on running."""
+        """Extrapolate each running op's end, assuming that the same ops go on running."""
         if self._machine.slowdown is not None:
             for op in self._running:
                 op.slowdown = max(self._ranks[rank].compute_slowdown(number) for rank, number in op.members)
@@ -159,18 +159,18 @@ class EventLoop:
 
 @dataclass(slots=True)
 class _Running:
-    """An op on the lanes of its members. Without slowdown, `end` is what it was set to at the start."""
+    """An op on its members' lanes. Without slowdown, `end` keeps the value set at the start."""
 
     members: Members
     start: float
-    left: float  # seconds of work, while no other lane runs
+    left: float  # seconds of remaining work, while no other lane runs
     end: float
     slowdown: float = 1.0
 
 
 @dataclass(slots=True)
 class _Rank:
-    """A host, and its lanes as queues of instruction numbers."""
+    """A host, with its lanes as queues of instruction numbers."""
 
     schedule: Schedule
     machine: Machine
@@ -188,7 +188,7 @@ class _Rank:
         self._schedule_issue(0.0)
 
     def issue(self, now: float) -> None:
-        """Put on the lanes what the host has issued by now."""
+        """Queue on the lanes the instructions that the host has issued by now."""
         while self.next_issue <= now:
             number, instruction = self.issued, self.schedule.instructions[self.issued]
             self.queues[instruction.op.lane].append(number)
@@ -200,18 +200,18 @@ class _Rank:
                 self.blocked_by, self.next_issue = (number, release), math.inf
 
     def compute_arrival(self, number: int) -> float:
-        """Return when all that an instruction waits for has ended and is visible; infinite if that is not known yet."""
+        """Return when everything an instruction waits for has ended and is visible; infinite if not known yet."""
         waits = self.schedule.instructions[number].waits
         latest = max([self.ends.get(issue, math.inf) for issue in waits]) if waits else -math.inf
         return latest + self.machine.handover_seconds
 
     def compute_slowdown(self, number: int) -> float:
-        """Return the factor by which a running instruction is slower for what else runs on this rank."""
+        """Return the factor by which other ops on this rank slow down a running instruction."""
         assert self.machine.slowdown is not None
         return self.machine.slowdown(self.schedule.instructions[number].op.lane, self.busy)
 
     def start(self, rank: int, number: int, now: float) -> float:
-        """Let the first instruction of a queue start; return its duration."""
+        """Start the first instruction of a queue; return its duration."""
         instruction = self.schedule.instructions[number]
         lane = instruction.op.lane
         self.queues[lane].popleft()

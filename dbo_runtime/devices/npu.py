@@ -1,4 +1,4 @@
-"""NPU streams as lanes, over torch_npu."""
+"""NPU streams as lanes, through torch_npu."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REMEDY = "install CANN and source its set_env.sh, install the torch_npu of torch
 
 
 class CoreLimit(NamedTuple):
-    """How many cores of an NPU a lane's kernels may use."""
+    """The numbers of NPU cores that a lane's kernels may use."""
 
     cube: int
     vector: int
@@ -28,19 +28,19 @@ class CoreLimit(NamedTuple):
 class NpuDevice(StreamDevice):
     """The current NPU.
 
-    torch_npu returns 32 streams in rotation, also to HCCL, so a new stream may be in use already: ids are compared.
-    Priorities have no effect there and are not set. HCCL runs collectives on an internal stream; it waits for the
-    stream that is current at the call, and that stream waits for it. So a collective that is called on a lane is in the
-    lane's order like any kernel.
+    torch_npu hands out 32 streams in rotation, also to HCCL, so a new stream may already be in use. This device
+    compares ids to find out. Priorities have no effect on an NPU and are not set. HCCL runs collectives on an internal
+    stream. That stream waits for the stream that is current at the call, which then waits for it. A collective called
+    on a lane is therefore in the lane's order like any kernel.
 
     Args:
         groups: process groups whose streams must not become lanes.
-        core_limits: by lane; none by default. A limit applies to kernels written in Ascend C only, and the vendor warns
-            that others may hang under it (`torch_npu.npu.set_stream_limit`). If a lane's limit is rejected, the lane
-            runs without it, and the log says so.
+        core_limits: core limit by lane; none by default. A limit applies only to kernels written in Ascend C, and the
+            vendor warns that other kernels may hang under it (`torch_npu.npu.set_stream_limit`). If torch_npu rejects a
+            lane's limit, the lane runs without it, and a log line says so.
 
     Raises:
-        DeviceError: if torch_npu cannot be imported, or finds no NPU, with the reason.
+        DeviceError: torch_npu cannot be imported or finds no NPU. The message says why.
     """
 
     def __init__(self, groups: Sequence[Any] = (), core_limits: Mapping[str, CoreLimit] | None = None) -> None:
@@ -53,7 +53,7 @@ class NpuDevice(StreamDevice):
         """Return the lanes with their core limits; see `StreamDevice.open_lanes`.
 
         Raises:
-            DeviceError: if the first lane has a core limit, whose stream is shared, or if no streams are left.
+            DeviceError: the first lane has a core limit, although its stream is shared, or no streams are left.
         """
         if names[0] in self._core_limits:
             raise DeviceError(
@@ -70,7 +70,7 @@ class NpuDevice(StreamDevice):
         return stream
 
     def return_stream(self, stream: Any) -> None:
-        """Remove the core limit: the backend returns the stream again later."""
+        """Remove the core limit: the backend will hand out the stream again."""
         if self._core_limits:
             self.backend.reset_stream_limit(stream)
 
@@ -79,7 +79,7 @@ class NpuDevice(StreamDevice):
         try:
             self.backend.set_stream_limit(stream, *limit)
         except (AttributeError, RuntimeError, ArithmeticError, TypeError, ValueError) as error:
-            with suppress(AttributeError, RuntimeError):  # if only the second of the two was rejected
+            with suppress(AttributeError, RuntimeError):  # in case only the second of the two was rejected
                 self.backend.reset_stream_limit(stream)
             del self._core_limits[lane]
             reason = str(error).partition("\n")[0]
@@ -94,7 +94,7 @@ class NpuDevice(StreamDevice):
 
 
 def find_marks(npu: ModuleType) -> Marks | None:
-    """Return MSTX ranges on the host and on the current stream; None if this torch_npu has none."""
+    """Return MSTX ranges on the host and the current stream; None if this torch_npu has none."""
     mstx: Any = getattr(npu, "mstx", None)
     if not hasattr(mstx, "range_start"):
         return None
@@ -105,11 +105,11 @@ def import_npu() -> ModuleType:
     """Return `torch.npu`.
 
     Raises:
-        DeviceError: if torch_npu cannot be imported, or finds no NPU, with the reason.
+        DeviceError: torch_npu cannot be imported or finds no NPU. The message says why.
     """
     try:
-        import torch_npu  # noqa: F401 - it registers torch.npu
-    except (ImportError, OSError, RuntimeError) as error:  # what a missing CANN raises depends on the release
+        import torch_npu  # noqa: F401 - the import registers torch.npu
+    except (ImportError, OSError, RuntimeError) as error:  # the error for a missing CANN depends on the release
         raise DeviceError(f"torch_npu cannot be imported ({error}); {REMEDY}.") from error
     npu: ModuleType = getattr(torch, "npu")  # noqa: B009 - unknown to type checkers: torch_npu registers it
     if not npu.is_available():

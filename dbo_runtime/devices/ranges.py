@@ -1,4 +1,4 @@
-"""Named ranges in torch's profiler, and in what a device's own profilers read: NVTX, or MSTX."""
+"""Named ranges in torch's profiler and in a device's own profilers (NVTX or MSTX)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dbo_runtime.observe.ranges import OpenRange
 
 
 class Marks(NamedTuple):
-    """How a range is marked for a device's own profilers.
+    """The functions that mark a range for a device's own profilers.
 
     Attributes:
-        start: takes the name.
-        end: takes what `start` returned.
+        start: function that takes the name and begins the range.
+        end: function that takes the result of `start` and ends the range.
     """
 
     start: Callable[[str], Any]
@@ -24,11 +24,11 @@ class Marks(NamedTuple):
 
 
 def find_ranges(wanted: str, marks: Marks | None = None) -> OpenRange | None:
-    """Return what opens ranges on the calling thread, or None where nothing would see them.
+    """Return a function that opens ranges on the calling thread; None if no profiler would see them.
 
     Args:
-        wanted: `auto`: while torch's profiler is on; `on`: always, for profilers that cannot be detected.
-        marks: of the device; None if it has none.
+        wanted: `auto`: only while torch's profiler is on. `on`: always, for profilers that cannot be detected.
+        marks: the device's marks; None if it has none.
     """
     if wanted == "off" or (wanted == "auto" and not is_profiling()):
         return None
@@ -38,9 +38,10 @@ def find_ranges(wanted: str, marks: Marks | None = None) -> OpenRange | None:
 
 
 def is_profiling() -> bool:
-    """Return whether torch's profiler is on in this process, or one that sets its state for this thread.
+    """Return whether torch's profiler is on in this process, or another profiler that sets its state for this thread.
 
-    The first is torch's own flag, which its compiler reads, too; torch_npu's profiler sets only the second.
+    The process-wide state is torch's own flag, which its compiler reads, too. torch_npu's profiler sets only the state
+    of the thread.
     """
     return torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
 
@@ -56,12 +57,12 @@ class MarkedRange:
         self._torch_range: AbstractContextManager[object] = torch.profiler.record_function(name)
 
     def __enter__(self) -> None:
-        """Open both."""
+        """Open both ranges."""
         self._torch_range.__enter__()
         self._started = self._marks.start(self._name)
 
     def __exit__(self, *error: Any) -> None:
-        """Close both, the inner one first."""
+        """Close both ranges, the inner one first."""
         try:
             self._marks.end(self._started)
         finally:

@@ -1,4 +1,4 @@
-"""A device without concurrency, on which the cost of each op alone is measured."""
+"""A device without concurrency, to measure the cost of each op alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dbo_runtime.observe.ranges import OpenRange
 
 
 class SerialDevice:
-    """The first lane of another device, under every lane's name."""
+    """The first lane of another device, under all lane names."""
 
     def __init__(self, device: Device) -> None:
         self.name = device.name
@@ -22,7 +22,7 @@ class SerialDevice:
         return self._device.is_capturing
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the first lane, as often as there are names."""
+        """Return the first lane once per name."""
         return self._device.open_lanes(names[:1]) * len(names)
 
     def make_event(self) -> Event:
@@ -34,7 +34,7 @@ class SerialDevice:
         return self._device.start_timer()
 
     def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
-        """Return those of the other device."""
+        """Return the other device's ranges."""
         return self._device.find_ranges(wanted)
 
     def begin(self) -> None:
@@ -42,7 +42,7 @@ class SerialDevice:
         self._device.begin()
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Release what is in the first lane's memory."""
+        """Release values in the first lane's memory."""
         self._device.release_to_caller(values)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Time on streams, by timing events: nothing waits before a number is read."""
+"""Time on streams, by timing events. Nothing waits until a time is read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StreamClock:
-    """Moments of streams on the host's clock.
+    """Points in the time of streams, on the host's clock.
 
     Args:
         backend: `torch.npu` or `torch.cuda`.
@@ -18,11 +18,11 @@ class StreamClock:
         self._reference = _Reference(backend)
 
     def restart(self) -> None:
-        """Make a new reference. Backends return the ms between events as float32, so they must not be far apart."""
+        """Make a new reference. Backends return the ms between events as float32, so events must not be far apart."""
         self._reference = _Reference(self._backend)
 
     def read(self, stream: Any) -> Moment:
-        """Return the moment at which everything issued onto a stream is done."""
+        """Return the moment when everything issued onto a stream is done."""
         native = self._backend.Event(enable_timing=True)
         native.record(stream)
         return Moment(native, self._reference)
@@ -44,14 +44,14 @@ class Moment:
 
 
 class _Reference:
-    """A reference event of known host time. It is made at first use, because the host has to wait for it."""
+    """A reference event of known host time. It is made at first use, because making it blocks the host."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._point: tuple[Any, float] | None = None
 
     def get(self) -> tuple[Any, float]:
-        """Return the event, and the host's clock at which it happened, in seconds."""
+        """Return the event, and the host time of the event in seconds."""
         if self._point is None:
             native = self._backend.Event(enable_timing=True)
             native.record()
@@ -61,7 +61,7 @@ class _Reference:
 
 
 class StreamTimer:
-    """Two timing events on the stream that is current at start and stop."""
+    """Two timing events on the streams that are current at start and stop."""
 
     def __init__(self, backend: Any) -> None:
         self._start, self._stop = (backend.Event(enable_timing=True) for _ in range(2))
@@ -69,7 +69,7 @@ class StreamTimer:
         self._stopped = False
 
     def stop(self) -> None:
-        """Stop when everything issued onto the current stream is done."""
+        """Record the stop, after everything issued onto the current stream."""
         self._stop.record()
         self._stopped = True
 

@@ -1,4 +1,4 @@
-"""A stream of torch as a lane, and the events by which lanes wait for each other."""
+"""A torch stream as a lane, and the events that lanes wait for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class StreamEvent:
-    """An event of the backend, and the run in which it was last recorded."""
+    """A backend event, with the run in which it was last recorded."""
 
     __slots__ = ("native", "run")
 
@@ -23,7 +23,7 @@ class StreamEvent:
 
 
 class StreamLane:
-    """A stream; that of the first lane is the one current when a run begins."""
+    """A stream. The first lane's stream is the one that is current when a run begins."""
 
     def __init__(self, name: str, stream: Any, device: StreamDevice) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class StreamLane:
         self.stream.wait_event(event.native)
 
     def get_direct_calls(self) -> DirectCalls:
-        """Return calls for the stream that the lane has in this run."""
+        """Return functions for the stream that the lane has in this run."""
         stream, run, wait_event = self.stream, self._device.run, self.stream.wait_event
 
         def record(event: StreamEvent) -> None:
@@ -66,6 +66,6 @@ class StreamLane:
         return DirectCalls(partial(self._device.backend.set_stream, stream), record, wait)
 
     def move(self, stream: Any) -> None:
-        """Continue on another stream, after everything on the present one."""
+        """Continue on another stream, after everything on the current one."""
         stream.wait_stream(self.stream)
         self.stream = stream

@@ -1,8 +1,7 @@
-"""Streams of torch as lanes: the common part of `torch.npu` and `torch.cuda`.
+"""Torch streams as lanes: the common part of `torch.npu` and `torch.cuda`.
 
-The issuing host thread calls every op immediately, with its lane's stream as the current one; kernels follow in the
-stream's order. So an op that raises does so on the host, and only `abort`, `close` and reads of a clock wait for
-kernels.
+The issuing host thread calls every op immediately, with the op's stream as the current one. Kernels follow in stream
+order. An op that raises therefore does so on the host, and only `abort`, `close` and clock reads wait for kernels.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from dbo_runtime.errors import DeviceError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.observe.ranges import OpenRange
 
-POOL_STREAMS = 32  # that CUDA (of one priority) and NPU each return in rotation (c10/cuda/CUDAStream.h, NPUStream.cpp)
+POOL_STREAMS = 32  # in rotation on CUDA (per priority) and on an NPU (c10/cuda/CUDAStream.h, NPUStream.cpp)
 
 
 class StreamDevice:
     """Streams as lanes.
 
     Args:
-        name: that `open_device` takes, and torch's name of the device type.
+        name: name for `open_device`, the same as torch's device type.
         backend: `torch.npu` or `torch.cuda`.
-        marks: how ranges are marked for the backend's own profilers.
+        marks: marks for the backend's own profilers; None if it has none.
 
     Attributes:
         run: number of runs begun.
@@ -51,10 +50,10 @@ class StreamDevice:
         return bool(self.backend.is_current_stream_capturing())
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes; the first is the stream that is current when a run begins.
+        """Return the lanes. The first is on the stream that is current when a run begins.
 
         Raises:
-            DeviceError: if all streams of the backend are in use.
+            DeviceError: all streams of the backend are in use.
         """
         for position, name in enumerate(names):
             if name not in self._lanes:
@@ -72,9 +71,9 @@ class StreamDevice:
         return StreamTimer(self.backend)
 
     def find_ranges(self, wanted: str = "auto") -> OpenRange | None:
-        """Return those of torch and of the backend; None under capture, when nothing runs yet.
+        """Return the ranges of torch and of the backend; None under capture, when nothing runs yet.
 
-        Marks of the backend are left out if they fail, as in a torch without NVTX: a step would fail with them.
+        The backend's marks are left out if they fail, as in a torch without NVTX, because they would fail every step.
         """
         if find_ranges(wanted) is None or self.is_capturing:
             return None
@@ -87,12 +86,12 @@ class StreamDevice:
         assert self._marks is not None, "without any, there is nothing to try"
         try:
             self._marks.end(self._marks.start("dbo: the first range"))
-        except Exception as error:  # noqa: BLE001 - whatever the backend raises, steps can do without
+        except Exception as error:  # noqa: BLE001 - steps can do without marks, whatever the backend raises
             self._marks = None
             open_log().warning("ranges are shown in torch's profiler only", device=self.name, reason=repr(error))
 
     def begin(self) -> None:
-        """Begin a run: the first lane is the stream that is current now."""
+        """Begin a run. The first lane is on the stream that is current now."""
         self.run += 1
         self._clock.restart()
         first = self._get_first()
@@ -100,9 +99,9 @@ class StreamDevice:
             return
         stream = self.backend.current_stream()
         if stream != first.stream:
-            if self.is_capturing:  # a stream under capture cannot wait for another; its memory is separate
+            if self.is_capturing:  # a stream under capture cannot wait for others; its memory is separate
                 first.stream = stream
-            else:  # the old stream may still read the lanes' memory of the last run
+            else:  # the old stream may still read memory of the last run
                 first.move(stream)
             self.separate_streams()
         self._current = first
@@ -114,20 +113,21 @@ class StreamDevice:
             self._current = lane
 
     def read_clock(self, lane: StreamLane) -> Moment:
-        """Return the moment at which everything issued onto the lane is done.
+        """Return the moment when everything issued onto the lane is done.
 
         Raises:
-            DeviceError: under capture, when nothing runs yet.
+            DeviceError: the stream is under capture, so nothing runs yet.
         """
         if self.is_capturing:
-            raise DeviceError("what is captured into a graph cannot be timed: leave the instrument out.")
+            raise DeviceError("work captured into a graph cannot be timed: leave the instrument out.")
         return self._clock.read(lane.stream)
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Record tensors that leave the schedule with the allocator, because from now on the caller frees them.
+        """Tell the allocator that the caller's stream uses tensors that leave the schedule (`record_stream`).
 
-        Within a run the schedule's frees keep memory safe: none comes before the owning lane has waited for every
-        reader. The caller does not wait, and uses the tensors on the first lane's stream.
+        Within a run, the schedule's frees keep memory safe: a value is freed only after the owning lane has waited for
+        every reader. From now on the caller frees the tensors, without waiting, and uses them on the first lane's
+        stream.
         """
         first = self._get_first()
         assert first is not None, "no lane is open"
@@ -136,21 +136,21 @@ class StreamDevice:
                 tensor.record_stream(first.stream)
 
     def finish(self) -> None:
-        """End a run: restore the stream that was current when it began. Kernels may still run."""
+        """End a run. Restore the stream that was current when it began. Kernels may still run."""
         first = self._get_first()
-        if first is not None:  # `DirectCalls.switch` does not say which stream is the current one
+        if first is not None:  # `DirectCalls.switch` does not track the current stream
             self.backend.set_stream(first.stream)
             self._current = first
 
     def abort(self) -> None:
-        """End a failed run: return when none of its kernels runs any more.
+        """End a failed run. Return once none of its kernels runs any more.
 
-        Under capture nothing runs yet, but a capture can end only when all its lanes are joined.
+        Under capture nothing runs yet, but a capture can end only once all lanes are joined.
         """
         first = self._get_first()
         if first is None:
             return
-        self.backend.set_stream(first.stream)  # the op that failed may have left another
+        self.backend.set_stream(first.stream)  # the failed op may have left another stream current
         self._current = first
         capturing = self.is_capturing
         for lane in self._lanes.values():
@@ -164,11 +164,11 @@ class StreamDevice:
         self.backend.synchronize()
 
     def reserve(self, run: Callable[[], Any]) -> int:
-        """Call *run*, record the memory that it reserves as a peak of allocated memory, and return its bytes.
+        """Call *run*, count the memory it reserves as a peak of allocated memory, and return its bytes.
 
         Each lane caches memory that no other lane can use, so a split step reserves more than its tensors take, and
         keeps it. A caller that sizes a cache by the peak of allocated memory (vLLM: `allocated_bytes.all.peak`) then
-        leaves room for it.
+        leaves room for the reserved memory.
         """
         memory = self.backend
         self.synchronize()
@@ -186,7 +186,7 @@ class StreamDevice:
     def close(self) -> None:
         """Wait for the lanes and drop them. The device can be reused."""
         self.synchronize()
-        for lane in list(self._lanes.values())[1:]:  # the first has the caller's stream
+        for lane in list(self._lanes.values())[1:]:  # the first lane has the caller's stream
             self.return_stream(lane.stream)
         self._lanes.clear()
         self._current = None
@@ -196,10 +196,10 @@ class StreamDevice:
         return set()
 
     def draw_stream(self, lane: str) -> Any:
-        """Return a stream that is not in use.
+        """Return an unused stream.
 
         Raises:
-            DeviceError: if the backend has none.
+            DeviceError: the backend has none left.
         """
         taken = self.list_reserved() | {other.stream.stream_id for other in self._lanes.values()}
         for _ in range(POOL_STREAMS):
@@ -212,17 +212,17 @@ class StreamDevice:
         )
 
     def make_stream(self, lane: str) -> Any:
-        """Return the next stream of the backend's pool for a lane; it may be in use."""
+        """Return the next stream of the backend's pool for a lane. It may be in use."""
         return self.backend.Stream()
 
     def return_stream(self, stream: Any) -> None:
-        """Reset a stream that was drawn: the backend returns it again later."""
+        """Reset a drawn stream, because the backend will hand it out again."""
 
     def separate_streams(self) -> None:
-        """Give each lane a stream of its own: on a shared one, a lane would wait for itself and nothing would overlap.
+        """Give each lane its own stream. On a shared stream, lanes would wait for each other and nothing would overlap.
 
         Raises:
-            DeviceError: if the current stream is reserved, or none is left for a lane.
+            DeviceError: the current stream is reserved, or no stream is left for a lane.
         """
         taken = self.list_reserved()
         for position, lane in enumerate(self._lanes.values()):

@@ -1,4 +1,4 @@
-"""Virtual time: simulate a schedule, or run it with a clock that counts what ops are assumed to take."""
+"""Virtual time: simulate a schedule, or run it on a clock that counts assumed op durations."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.observe.timeline import Timeline
 
 OpDuration = Callable[[Instruction], float]
-"""The seconds of an instruction's op."""
+"""Returns the seconds of an instruction's op."""
 
 
 @dataclass(slots=True)
 class VirtualEvent:
-    """A point in virtual time, of the run it was recorded in; seconds."""
+    """A point in virtual time of the run that recorded it, in seconds."""
 
     time: float = 0.0
     run: int = 0
 
 
 class VirtualLane:
-    """A lane with a clock, which each task advances by its duration on this device."""
+    """A lane with a clock. Each task advances the clock by its duration on this device."""
 
     def __init__(self, name: str, device: VirtualDevice) -> None:
         self.name = name
@@ -37,13 +37,13 @@ class VirtualLane:
         task(values)
 
     def measure(self, task: Task, values: Values, observe: Observe) -> None:
-        """Launch the task and report its virtual times; all tasks are issued at time 0."""
+        """Launch the task and report its virtual times. All tasks count as issued at time 0."""
         start = self.ready
         self.launch(task, values)
         observe(0.0, start, self.ready)
 
     def record(self, event: VirtualEvent) -> None:
-        """Keep the lane's time."""
+        """Store the lane's time in the event."""
         event.time, event.run = self.ready, self._device.run
 
     def wait(self, event: VirtualEvent) -> None:
@@ -52,22 +52,22 @@ class VirtualLane:
         self.ready = max(self.ready, event.time)
 
     def get_direct_calls(self) -> None:
-        """Return None: what an op costs is known of its task."""
+        """Return None: the cost of an op is looked up by its task."""
 
 
 class VirtualTimer:
-    """The virtual duration of a device's latest run."""
+    """The virtual duration of a device's last run."""
 
     def __init__(self, device: VirtualDevice) -> None:
         self._device = device
         self._seconds: float | None = None
 
     def stop(self) -> None:
-        """Keep the duration of the run that has ended."""
+        """Store the duration of the run that has ended."""
         self._seconds = self._device.makespan
 
     def read(self) -> float | None:
-        """Return the seconds; None before `stop`."""
+        """Return the seconds, or None before `stop`."""
         return self._seconds
 
 
@@ -84,11 +84,11 @@ class VirtualDevice:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the start of the latest run to the end of its last lane."""
+        """Seconds from the start of the last run to the end of its last lane."""
         return max((lane.ready for lane in self._lanes.values()), default=0.0)
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the lanes; make those that are new."""
+        """Return the lanes. New names get new lanes."""
         return [self._lanes.setdefault(name, VirtualLane(name, self)) for name in names]
 
     def make_event(self) -> VirtualEvent:
@@ -96,7 +96,7 @@ class VirtualDevice:
         return VirtualEvent()
 
     def start_timer(self) -> VirtualTimer:
-        """Start a timer of the next run."""
+        """Start a timer for the next run."""
         return VirtualTimer(self)
 
     def find_ranges(self, wanted: str = "auto") -> None:
@@ -112,27 +112,26 @@ class VirtualDevice:
         """Do nothing: memory belongs to no lane."""
 
     def finish(self) -> None:
-        """Do nothing: tasks have run when they were launched."""
+        """Do nothing: tasks run as they are launched."""
 
     def abort(self) -> None:
         """Do nothing: there is nothing to undo."""
 
     def synchronize(self) -> None:
-        """Do nothing: tasks have run when they were launched."""
+        """Do nothing: tasks run as they are launched."""
 
     def close(self) -> None:
         """Do nothing: the device holds no resources."""
 
 
 def simulate(schedule: Schedule, duration: OpDuration, issue_seconds: float = 0.0) -> Timeline:
-    """Return when each op of *schedule* would run if it took *duration* seconds; no op is run.
+    """Return when each op of *schedule* would run if it took *duration* seconds. No op runs.
 
-    Lanes wait for events, and frees cost nothing. The host issues one instruction after another and takes
-    *issue_seconds* for each; it runs ahead of the lanes, but does not go on before a `host_sync` instruction starts:
-    before its inputs are there and its lane is free. `multi_rank_simulator` simulates several ranks, with the strictest
-    host.
+    Lanes wait for events; frees cost nothing. The host issues one instruction after another and takes *issue_seconds*
+    for each. It runs ahead of the lanes, but waits until a `host_sync` instruction starts, that is, until its inputs
+    are ready and its lane is free. `multi_rank_simulator` simulates several ranks, with the strictest host.
 
     Raises:
-        ScheduleError: if instructions wait for each other.
+        ScheduleError: instructions wait for each other.
     """
     return run_schedule(schedule, Machine(lambda _, instruction, __: duration(instruction), run_ahead, issue_seconds))

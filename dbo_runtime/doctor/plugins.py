@@ -16,7 +16,7 @@ FILTER_VARIABLE = "VLLM_PLUGINS"
 def check_plugin(environ: Mapping[str, str]) -> Finding:
     """Check that vLLM would load the plugin: it is registered, and `VLLM_PLUGINS` does not exclude it.
 
-    vLLM splits that variable at commas and compares names without stripping spaces.
+    vLLM splits `VLLM_PLUGINS` at commas and compares names without stripping spaces.
     """
     found = [entry.value for entry in entry_points(group=GROUP) if entry.name == NAME]
     if not found:
@@ -42,7 +42,7 @@ def check_plugin(environ: Mapping[str, str]) -> Finding:
 
 
 def check_clashes(environ: Mapping[str, str]) -> Finding:
-    """Check that no variables of other implementations of overlap are set: they have no effect here."""
+    """Check that no variables of other overlap implementations are set. They have no effect here."""
     others = sorted(name for name in environ if name.startswith("VLLM_") and "DBO" in name and name != ENABLE)
     if others:
         what = f"{', '.join(others)}: of vLLM's or vllm-ascend's own micro-batching, which this replaces"

@@ -1,8 +1,8 @@
-"""Print facts that only an import of torch, torch_npu or vLLM gives, from a process that an import may end.
+"""Print facts that need an import of torch, torch_npu or vLLM. Run it in a separate process: an import may crash.
 
     python -m dbo_runtime.doctor.probe torch
 
-prints them as JSON, in one line that begins with `MARK`.
+prints the facts as JSON, in one line that begins with `MARK`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUBJECTS = ("torch", "torch_npu", "vllm", "classes", "serve")
 
 
 def probe_torch() -> dict[str, Any]:
-    """Return torch's version and how many GPUs it finds."""
+    """Return torch's version and its number of GPUs."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -29,7 +29,7 @@ def probe_torch() -> dict[str, Any]:
 
 
 def probe_torch_npu() -> dict[str, Any]:
-    """Return the NPUs that torch_npu finds, or why there are none and whether it can be imported at all."""
+    """Return the NPUs that torch_npu finds, or why there are none and whether it can be imported."""
     from dbo_runtime.devices.npu import REMEDY, import_npu
 
     try:
@@ -41,7 +41,7 @@ def probe_torch_npu() -> dict[str, Any]:
 
 
 def probe_vllm() -> dict[str, Any]:
-    """Return the platform that vLLM serves on, and why its version is not served split."""
+    """Return the platform that vLLM serves on, and why steps of this vLLM version are not split, if so."""
     from dbo_runtime.vllm_plugin.api.identity import get_device_type
     from dbo_runtime.vllm_plugin.api.versions import check_version
 
@@ -50,14 +50,14 @@ def probe_vllm() -> dict[str, Any]:
 
 
 def probe_classes(architecture: str) -> dict[str, Any]:
-    """Return the names of the class that vLLM serves an architecture by, and of those that it derives from."""
+    """Return the names of the vLLM class that serves an architecture, and of its base classes."""
     from dbo_runtime.vllm_plugin.api.model_classes import list_classes
 
     return {"classes": list_classes(architecture)}
 
 
 def probe_serve(*arguments: str) -> dict[str, Any]:
-    """Return what vLLM makes of these arguments of `vllm serve`, and all that speaks against splitting steps."""
+    """Return how vLLM interprets these arguments of `vllm serve`, and all reasons against splitting steps."""
     from dbo_runtime.config import read_environment
     from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
     from dbo_runtime.vllm_plugin.api.serve_command import make_config
@@ -81,7 +81,7 @@ _PROBES: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
 
 
 def main(subject: str, *arguments: str) -> None:
-    """Print the facts about a subject, or the error that was raised instead."""
+    """Print the facts about a subject, or the error raised instead."""
     try:
         facts = _PROBES[subject](*arguments)
     except ConfigError as error:

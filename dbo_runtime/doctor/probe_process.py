@@ -1,4 +1,4 @@
-"""Run the probe in a process of its own: a broken package is then a finding like any other."""
+"""Run the probe in its own process, so that a broken package is a finding like any other."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ MAX_ERROR_CHARACTERS = 400
 
 
 def run_probe(subject: str, environ: Mapping[str, str], *arguments: str, **variables: str) -> dict[str, Any]:
-    """Return the facts that `probe` prints about *subject*, or `error`: why it printed none. Never raises.
+    """Return the facts that `probe` prints about *subject*, or `error`: the reason why it printed none. Never raises.
 
-    A subject may take *arguments*.
-
-    The process sees the packages that this one sees, and *environ* with *variables* on top.
+    Some subjects take *arguments*. The process sees the same packages as this one, and *environ* updated with
+    *variables*.
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     env = {**environ, "PYTHONPATH": path, **variables}

@@ -13,14 +13,14 @@ LABELS = {"ok": "ok", "info": "-", "warn": "WARN", "fail": "FAIL"}
 
 
 def describe_findings(findings: Sequence[Finding]) -> str:
-    """Return one or more lines per finding, its remedy below it, and a summary at the end."""
+    """Return one or more lines per finding, each with its remedy below, and a summary at the end."""
     width = max(len(finding.name) for finding in findings)
     lines = [line for finding in findings for line in _describe(finding, width)]
     return "\n".join([*lines, "", _sum_up(findings)])
 
 
 def list_findings(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the findings for programs."""
+    """Return the findings as data, for programs."""
     return {
         "ok": is_ok(findings),
         "findings": [{**finding._asdict(), "details": dict(finding.details)} for finding in findings],

@@ -1,4 +1,4 @@
-"""Check a serve command: what vLLM would make of it, what of its steps would be split, and what prevents that."""
+"""Check a serve command: how vLLM would interpret it, which steps would be split, and what prevents splitting."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ServeCommand(NamedTuple):
     """A command that starts a server.
 
     Attributes:
-        variables: set for this command only, as a shell does for `NAME=VALUE` before it.
-        arguments: those of `vllm serve`.
+        variables: environment variables for this command only, as a shell sets them from `NAME=VALUE` before a command.
+        arguments: arguments of `vllm serve`.
     """
 
     variables: Mapping[str, str]
@@ -28,10 +28,10 @@ class ServeCommand(NamedTuple):
 
 
 def read_command(words: Sequence[str]) -> ServeCommand:
-    """Return the command that was pasted.
+    """Return the pasted command, parsed.
 
     Raises:
-        ConfigError: if it is not a `vllm serve` command.
+        ConfigError: it is not a `vllm serve` command.
     """
     count = next((number for number, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
     variables = {name: value for name, _, value in (word.partition("=") for word in words[:count])}
@@ -41,7 +41,7 @@ def read_command(words: Sequence[str]) -> ServeCommand:
 
 
 def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> list[Finding]:
-    """Return what a server that is started with this command and *environ* would split, and all that prevents it."""
+    """Return what a server started with this command and *environ* would split, and everything that prevents it."""
     facts = run_probe("serve", environ, *command.arguments)
     if "missing" in facts:
         remedy = "run the doctor in the environment of the server"
@@ -57,7 +57,7 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
 
 
 def list_overlaps(sizes: Mapping[str, int]) -> list[str]:
-    """Return what communication of a layer would overlap with computation, given the parallel *sizes* by kind."""
+    """Return the communication of a layer that would overlap with computation, given the parallel *sizes* by kind."""
     return [
         *(["all-reduces"] if sizes["tensor"] > 1 else []),
         *(["dispatch and combine of experts"] if sizes["data"] > 1 and sizes["expert"] > 1 else []),

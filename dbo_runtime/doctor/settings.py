@@ -1,4 +1,4 @@
-"""Check the settings: their values, where these come from, and whether the files that they name can be used."""
+"""Check the settings: their values, the sources of these, and whether the files they name can be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALIBRATE = "`dbo calibrate MODEL --output FILE` writes one"
 
 
 def split_settings(environ: Mapping[str, str]) -> tuple[RuntimeConfig, list[str]]:
-    """Return the settings without those that are not allowed, and the error of each of these."""
+    """Return the settings without values that are not allowed, and an error for each of those."""
     good, problems = {}, []
     for variable in sorted(environ):
         if variable == ENABLE or variable.startswith(PREFIX):
@@ -28,7 +28,7 @@ def split_settings(environ: Mapping[str, str]) -> tuple[RuntimeConfig, list[str]
 
 
 def check_settings(environ: Mapping[str, str], problems: list[str]) -> list[Finding]:
-    """List each setting with its source; each that is not allowed is a finding of its own, and stops vLLM's start."""
+    """List each setting with its source. A value that is not allowed is a finding of its own: vLLM cannot start."""
     remedy = "correct or unset it: vLLM does not start with it"
     found = [Finding("settings", "fail", problem.removesuffix(" Correct or unset it."), remedy) for problem in problems]
     rows = tuple((setting.variable, _describe_value(setting, environ)) for setting in list_settings())
@@ -52,7 +52,7 @@ def check_switch(config: RuntimeConfig) -> Finding:
 
 
 def check_costs(config: RuntimeConfig) -> Finding:
-    """Check the costs to plan with. Without them `auto` uses thresholds, so nothing here is a failure."""
+    """Check the costs to plan with. Without costs `auto` uses thresholds, so nothing here is a failure."""
     if not config.costs:
         found = "calibration at each start" if config.calibrate else "no cost file: `auto` uses the two thresholds"
         return Finding("costs", "info", found, "" if config.calibrate else f"{CALIBRATE}, for DBO_COSTS")
@@ -77,7 +77,7 @@ def check_costs(config: RuntimeConfig) -> Finding:
 
 
 def check_trace(config: RuntimeConfig) -> list[Finding]:
-    """Check that traces can be written, if they are asked for: otherwise vLLM does not start."""
+    """Check that traces can be written, if requested. vLLM does not start otherwise."""
     if not config.trace:
         return []
     folder = Path(config.trace).absolute()

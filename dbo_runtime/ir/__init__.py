@@ -1,1 +1,1 @@
-"""A program of ops, from its declaration to a proven schedule."""
+"""Programs of ops: from an adapter's declaration to a proven schedule."""

@@ -1,15 +1,15 @@
-"""Writes a schedule as the source of one Python function, which does what the executor's loop does, line by line.
+"""Write a schedule as the source of one Python function that does what the executor's loop does, line by line.
 
-A value of micro-batch 1 is a local variable, such as `v12_1` for `%12`; a value that an op of a launched lane reads,
-writes or frees is an element of the list `values`, which tasks share. An event is named after the instruction that
-records it:
+A value of micro-batch 1 is a local variable, such as `v12_1` for `%12`. A value that an op on a launched lane reads,
+writes or frees is an element of the list `values` instead, because the lane's tasks need it, too. An event is named
+after the instruction that records it:
 
     wait_comm(event_0)
     switch_comm()
     v2_0 = op_L0_send(v1_0)  # 1  L0.send/0
     record_comm(event_1)
 
-Each kind of name has a prefix of its own, so that no op and no lane can be called like anything else.
+Each kind of name has its own prefix, so that an op or a lane cannot collide with anything else.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dbo_runtime.ir.values import Value
 
 Key = TypeVar("Key")
 
-FUNCTION = "issue"  # the name of the function that is written
-FILE_PREFIX = "<schedule "  # of the names that tracebacks have for sources
+FUNCTION = "issue"  # the name of the generated function
+FILE_PREFIX = "<schedule "  # start of the file names shown in tracebacks
 
 
 class Issuing(Enum):
-    """How ops are issued onto a lane.
+    """The way ops are issued onto a lane.
 
-    LAUNCHED: as tasks, by `Lane.launch`.
-    CALLED: by calling them; see `devices.DirectCalls`.
-    SWITCHED: by calling them while the lane is the current one.
+    LAUNCHED: as tasks, through `Lane.launch`.
+    CALLED: by direct calls; see `devices.DirectCalls`.
+    SWITCHED: by direct calls, while the lane is current.
     """
 
     LAUNCHED = "launched"
@@ -45,14 +45,14 @@ class Issuing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A function as text, and what its names are bound to.
+    """A generated function as text, with the objects that its names are bound to.
 
     Attributes:
-        file: what tracebacks call it: `<schedule DIGEST>`.
-        text: defines `issue(values, enter)`, which reads the programs' inputs from *values*, and writes outputs there.
-        calls: the number of the instruction whose op is called in a line, by the line's number.
-        functions: the ops' functions, by their names in the text, such as `op_L0_send`.
-        lanes: the lanes, by their names in the text, such as `lane_comm`.
+        file: file name shown in tracebacks: `<schedule DIGEST>`.
+        text: source of `issue(values, enter)`, which reads the programs' inputs from *values* and writes outputs there.
+        calls: instruction number by line number, for each line that calls an op.
+        functions: the ops' functions by their names in the text, such as `op_L0_send`.
+        lanes: the lanes by their names in the text, such as `lane_comm`.
     """
 
     file: str
@@ -63,17 +63,17 @@ class Source:
 
 
 def write_source(schedule: Schedule, issuing: Mapping[str, Issuing]) -> Source:
-    """Return the function of a schedule.
+    """Return the source of the function that issues a schedule.
 
     Args:
-        schedule: what it issues.
-        issuing: how ops are issued onto each of the schedule's lanes.
+        schedule: the schedule to issue.
+        issuing: way to issue ops, for each of the schedule's lanes.
     """
     return _Writer(schedule, issuing).write()
 
 
 def number_slots(schedule: Schedule) -> dict[Slot, int]:
-    """Return the place of each value in the list `values`: inputs first, then in the order of issue."""
+    """Return each value's index in the list `values`: inputs first, then in issue order."""
     slots: dict[Slot, int] = {}
     for mb, program in enumerate(schedule.programs):
         _number(slots, mb, program.inputs)
@@ -91,14 +91,14 @@ def _number(slots: dict[Slot, int], micro_batch: int, values: Iterable[Value]) -
 
 
 class _Writer:
-    """The lines of one function, and what is current where they have come to."""
+    """Accumulates the lines of one function, and tracks which lane is current."""
 
     def __init__(self, schedule: Schedule, issuing: Mapping[str, Issuing]) -> None:
         self._schedule = schedule
         self._issuing = issuing
         self._slots = number_slots(schedule)
         self._shared = _list_shared(schedule, issuing)
-        self._assigned: set[Slot] = set()  # local variables, so far
+        self._assigned: set[Slot] = set()  # local variables assigned so far
         self._lanes = _make_identifiers({lane: lane for lane in schedule.lanes})
         self._functions = _make_identifiers(
             {_get_key(instruction): instruction.op.label for instruction in schedule.instructions}
@@ -152,7 +152,7 @@ class _Writer:
     def _write_op(self, number: int, instruction: Instruction) -> None:
         mb, op = instruction.issue.micro_batch, instruction.op
         comment = f"  # {number}  {instruction.label}"
-        if self._issuing[op.lane] is Issuing.LAUNCHED:  # its task frees, reads and writes
+        if self._issuing[op.lane] is Issuing.LAUNCHED:  # the task itself frees, reads and writes
             self._add(f"lane_{self._lanes[op.lane]}.launch(task_{number}, values){comment}")
             return
         if instruction.frees:
@@ -171,7 +171,7 @@ class _Writer:
 
     def _write_wait(self, lane: str, event: str, is_recorded: bool) -> None:
         name = self._lanes[lane]
-        if self._issuing[lane] is Issuing.LAUNCHED or not is_recorded:  # a lane's own wait refuses what is not recorded
+        if self._issuing[lane] is Issuing.LAUNCHED or not is_recorded:  # a lane's own wait rejects unrecorded events
             self._add(f"lane_{name}.wait({event})")
         else:
             self._add(f"wait_{name}({event})")
@@ -200,12 +200,12 @@ class _Writer:
 
 
 def _get_key(instruction: Instruction) -> tuple[str, int]:
-    """Return what the ops of two micro-batches have in common where they are the same op of one program."""
+    """Return a key that is equal for the same op of one program in two micro-batches."""
     return instruction.op.label, id(instruction.op.fn)
 
 
 def _make_identifiers(names: Mapping[Key, str]) -> dict[Key, str]:
-    """Return what may follow a prefix in a Python identifier for each name, no two alike."""
+    """Return a unique identifier suffix for each name."""
     made: dict[Key, str] = {}
     taken: set[str] = set()
     for key, name in names.items():

@@ -1,8 +1,8 @@
-"""Lower an issue order to a schedule: derive its waits, records and frees.
+"""Derive a schedule from an issue order: its waits, records and frees.
 
-Orders are tracked with vector clocks (Mattern 1989): a lane's clock holds, for every lane, how many of its ops have
-certainly finished before the next op of this lane. Clocks, dependencies and frees are in one module, because lowering
-derives all three in one pass.
+Orders are tracked with vector clocks (Mattern 1989): a lane's clock holds, for every lane, how many of its ops are
+certain to finish before the next op of this lane. Clocks, dependencies and frees are in one module, because one pass
+derives all three.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dbo_runtime.ir.values import Value
 def lower(programs: Sequence[Program], order: Iterable[Issue]) -> Schedule:
     """Derive the schedule of an issue order, with as few waits and as early frees as is safe.
 
-    An op waits for an earlier one on another lane if it reads what that op writes; overwrites what that op reads;
-    holds the same `exclusive` buffer; or is the `ordered` op of the next micro-batch. A wait implied by
-    others is left out. Time is linear in the number of ops (times lanes, and log for the frees).
+    An op waits for an earlier op on another lane in four cases: it reads a value that the earlier op writes; it
+    overwrites a value that the earlier op reads; both hold the same `exclusive` buffer; or it is the same `ordered` op
+    in the next micro-batch. A wait that other waits imply is left out. Time is linear in the number of ops (times
+    lanes, and a log factor for the frees).
 
     Raises:
-        ScheduleError: if *order* is no order of these programs' ops.
+        ScheduleError: *order* is not an order of these programs' ops.
     """
     programs = tuple(programs)
     order = tuple(order)
@@ -83,7 +84,7 @@ def _check_order(programs: tuple[Program, ...], order: tuple[Issue, ...]) -> Non
 
 
 class _Clocks:
-    """The ops that each lane is ordered after. The start of the schedule counts as the first op of `compute`."""
+    """The ops that each lane is ordered after. The schedule's start counts as the first op of `compute`."""
 
     def __init__(self, lanes: tuple[str, ...]) -> None:
         self.index = {lane: n for n, lane in enumerate(lanes)}
@@ -94,7 +95,7 @@ class _Clocks:
         self._numbers: dict[Issue, int] = {}
 
     def wait_for(self, lane: str, needed: set[Issue]) -> tuple[Issue, ...]:
-        """Order *lane* after *needed*; return those that it has to wait for.
+        """Order *lane* after the ops *needed*; return the ones it has to wait for.
 
         Latest issued first: an op can be ordered after one issued before it, never the reverse.
         """
@@ -108,7 +109,7 @@ class _Clocks:
         return tuple(waits)
 
     def fork(self, lane: str) -> bool:
-        """Order *lane* after the start; return whether that takes a fork, because no wait implies it."""
+        """Order *lane* after the start; return whether that takes a fork, because no wait implies the order."""
         clock = self.clock[self.index[lane]]
         if clock[0]:
             return False
@@ -128,7 +129,7 @@ class _Clocks:
         return index, stamp[index]
 
     def list_joins(self) -> Iterator[Issue]:
-        """Yield the ops that `compute` still has to wait for when all ops are issued."""
+        """Yield the ops that `compute` still has to wait for after all ops are issued."""
         yield from self.wait_for(COMPUTE, {issue for index, issue in self.last.items() if index})
 
 
@@ -143,10 +144,10 @@ class Dependencies:
         self._ordered_before = get_ordered_before(programs)
 
     def get(self, issue: Issue, op: Op) -> set[Issue]:
-        """Return the ops added so far that *op* must come after.
+        """Return the ops added so far that must finish before *op*.
 
         Raises:
-            ScheduleError: if *op* is ordered and issued before that of an earlier micro-batch.
+            ScheduleError: *op* is ordered, and is issued before the same op of an earlier micro-batch.
         """
         mb = issue.micro_batch
         needed = {self._producer[slot] for value in op.reads if (slot := Slot(mb, value)) in self._producer}
@@ -166,7 +167,7 @@ class Dependencies:
         return needed
 
     def add(self, issue: Issue, op: Op) -> None:
-        """Add an op that is issued."""
+        """Add an issued op."""
         mb = issue.micro_batch
         for value in op.reads:
             self._readers[Slot(mb, value)].append(issue)
@@ -179,11 +180,11 @@ class Dependencies:
 
 
 class _Frees:
-    """The first instruction at which each value can be freed.
+    """Finds the first instruction at which each value can be freed.
 
-    The owning lanes reuse freed memory for their next allocation, so each of them must be ordered after every use.
-    After its last use, a value waits for one unmet condition (owning lane, lane used, count) at a time and is checked
-    again only when that one is met, which keeps the time near linear.
+    The owning lanes reuse freed memory for their next allocation, so each owning lane must be ordered after every use.
+    After a value's last use, it waits for one unmet condition (owning lane, lane used, count) at a time. It is checked
+    again only when that condition is met, which keeps the time near linear.
     """
 
     def __init__(self, programs: tuple[Program, ...], clocks: _Clocks) -> None:
@@ -198,7 +199,7 @@ class _Frees:
         self._tickets = itertools.count()  # keeps slots out of the heap's comparisons
 
     def add(self, issue: Issue, op: Op) -> None:
-        """Add the uses of an op that is issued."""
+        """Add the uses of an issued op."""
         lane, count = self._clocks.stamp(issue)
         mb = issue.micro_batch
         for value in dict.fromkeys((*op.writes, *op.reads)):
@@ -211,7 +212,7 @@ class _Frees:
                 self._defer(slot, self._find_unmet(slot) or self._next_instruction(slot))
 
     def collect(self, number: int, lane: str) -> None:
-        """Free at instruction *number*, on *lane*, what the lane's clock now allows."""
+        """Free, at instruction *number* on *lane*, the values that the lane's clock now allows to free."""
         own = self._clocks.index[lane]
         for reached, waiting in zip(self._clocks.clock[own], self._waiting[own], strict=True):
             while waiting and waiting[0][0] <= reached:
@@ -229,7 +230,7 @@ class _Frees:
         heapq.heappush(self._waiting[owner][other], (count, next(self._tickets), slot))
 
     def _find_unmet(self, slot: Slot) -> tuple[int, int, int] | None:
-        """Return an (owning lane, lane used, count) that the owning lane's clock has not reached."""
+        """Return the first (owning lane, lane used, count) that the owning lane's clock has not reached."""
         for owner in self._list_owners(slot):
             clock = self._clocks.clock[owner]
             for other, count in self._uses[slot].items():
@@ -238,7 +239,7 @@ class _Frees:
         return None
 
     def _next_instruction(self, slot: Slot) -> tuple[int, int, int]:
-        """Return a condition met at the next instruction on an owning lane: no op frees what it still reads."""
+        """Return a condition met at an owning lane's next instruction: no op frees a value that it still reads."""
         owner = self._list_owners(slot)[0]
         return owner, owner, 0
 
@@ -247,7 +248,7 @@ class _Frees:
 
 
 def get_ordered_before(programs: Sequence[Program]) -> list[dict[str, int]]:
-    """Return, for each micro-batch and ordered op, the nearest earlier micro-batch that also has the op."""
+    """Return, for each micro-batch and `ordered` op, the nearest earlier micro-batch that also has the op."""
     latest: dict[str, int] = {}
     before = []
     for mb, program in enumerate(programs):

@@ -1,4 +1,4 @@
-"""One operation of a program, and the lanes that it may be on."""
+"""One op of a program, and the lanes it may be on."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from dbo_runtime.ir.values import Value
 COMPUTE = "compute"
 COMM = "comm"
 SIDE = "side"
-COMPUTING = (COMPUTE, SIDE)  # lanes on which nothing communicates
+COMPUTING = (COMPUTE, SIDE)  # lanes without communication
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation of a micro-batch's program.
+    """One op of a micro-batch's program.
 
     Attributes:
-        name: unique within its layer.
-        lane: the stream it runs on.
-        fn: called with the values read; returns what is written (a tuple where there are several).
-        reads, writes: values, in the order of fn's arguments and results.
-        layer: index of the layer it belongs to, or None outside any layer.
-        ordered: micro-batch i must run it before micro-batch i+1 does (it touches shared state, such as the KV cache).
-        exclusive: name of a shared buffer; ops that name the same one never run at the same time.
-        communicator: name of the communicator it uses; one communicator stays on one lane.
-        overwrites: the values read whose memory it changes, or returns as its own result.
-        host_sync: it blocks the host, so it cannot be captured into a graph.
+        name: the op's name, unique within its layer.
+        lane: name of the lane the op runs on.
+        fn: the op's function: takes the values read, returns the values written (a tuple if there are several).
+        reads, writes: the values, in the order of fn's arguments and results.
+        layer: index of the op's layer, or None outside any layer.
+        ordered: whether micro-batch i must run it before micro-batch i+1 does, because it touches shared state such as
+            the KV cache.
+        exclusive: name of a shared buffer; ops with the same buffer never run at the same time.
+        communicator: name of the communicator the op uses; one communicator stays on one lane.
+        overwrites: the values read whose memory the op changes or returns as its own result.
+        host_sync: whether the op blocks the host, so that it cannot be captured into a graph.
         declared_at: `file:line` of the declaration.
-        may_move_to_side: whether it may run on `side` instead, while another micro-batch computes on `compute`.
+        may_move_to_side: whether the op may run on `side` instead, while another micro-batch computes on `compute`.
     """
 
     name: str

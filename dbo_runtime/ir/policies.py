@@ -1,7 +1,7 @@
-"""Issue orders: pure functions from the programs of all micro-batches to the order in which the host issues their ops.
+"""Issue orders: pure functions that take all micro-batches' programs and return the order to issue their ops in.
 
-A program consists of segments: ops on lanes that compute, then communication up to the next op that computes. While
-this runs, a policy can overlap it with another micro-batch.
+A program consists of segments. A segment is a run of computing ops, then communication up to the next computing op.
+A policy can overlap this communication with another micro-batch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Policy = Callable[[Sequence[Program]], Order]
 
 
 def sequential(programs: Sequence[Program]) -> Order:
-    """Issue one micro-batch after the other, without overlap: the reference for the others."""
+    """Issue one micro-batch after the other, without overlap: the reference for other policies."""
     return tuple(Issue(mb, position) for mb, program in enumerate(programs) for position in range(len(program.ops)))
 
 
 def staggered(programs: Sequence[Program], lead: int) -> Order:
     """Alternate at every overlap point, each micro-batch *lead* segments ahead of the next.
 
-    A lead of 0 is the ping-pong of DeepSeek-V3's prefill (arXiv:2412.19437, section 3.4.1); a lead of one or more
-    helps where phases differ in length, and may be slower where they do not.
+    A lead of 0 is the ping-pong of DeepSeek-V3's prefill (arXiv:2412.19437, section 3.4.1). A lead of one or more helps
+    where phases differ in length, and may be slower where they do not.
     """
     return _take_turns([_split_segments(mb, program) for mb, program in enumerate(programs)], lead)
 
@@ -42,25 +42,25 @@ def alternate(programs: Sequence[Program]) -> Order:
 
 
 def layered(programs: Sequence[Program]) -> Order:
-    """Alternate at every overlap point, and before an `ordered` op of another layer than the last one since the turn.
+    """Alternate at every overlap point, and also before the first `ordered` op of another layer in a turn.
 
-    So no micro-batch attends in a layer before all have attended in the one before it, also where layers do not
-    communicate; of micro-batches that run the same program, whose layers count up. Where `alternate` does that by
-    itself, this is the same.
+    No micro-batch then attends in a layer before all have attended in the previous layer, even where layers do not
+    communicate. This holds for micro-batches that run the same program with ascending layers. Where `alternate` keeps
+    this order by itself, both policies are the same.
     """
     return _take_turns([_split_layers(mb, program) for mb, program in enumerate(programs)], lead=0)
 
 
 def keep_layers(policy: tuple[str, int]) -> tuple[str, int]:
-    """Return the policy that takes the place of that of the settings where layers have to be kept in turn.
+    """Return the policy to use instead of the settings' one where layers must be taken in turn.
 
-    Others than `optimal` and `alternate` are what the user asks for.
+    Only `optimal` and `alternate` are replaced; the user asked for any other policy.
     """
     return (LAYERED, 0) if policy[0] in ("optimal", "alternate") else policy
 
 
 def keeps_layers(ops: Iterable[Op]) -> bool:
-    """Return whether no `ordered` op comes before one of an earlier layer, of whatever micro-batch, if issued so."""
+    """Return whether this order issues no `ordered` op before one of an earlier layer, in any micro-batch."""
     layers = [op.layer for op in ops if op.ordered and op.layer is not None]
     return all(earlier <= later for earlier, later in pairwise(layers))
 
@@ -77,10 +77,10 @@ def _take_turns(queues: Sequence[Sequence[Sequence[Issue]]], lead: int) -> Order
 
 
 def latest_first(programs: Sequence[Program]) -> Order:
-    """Issue the ops of the last micro-batch first, as far as `ordered` ops allow: no order to serve by.
+    """Issue the last micro-batch's ops first, as far as `ordered` ops allow. For checks only, never for serving.
 
-    What needs an order and does not declare it is wrong in this one: a micro-batch whose attention is not `ordered`
-    runs before the one whose keys it needs.
+    This order exposes an op that needs an order but does not declare it. A micro-batch whose attention is not `ordered`
+    runs before the micro-batch whose keys it needs, and so computes a wrong result.
     """
     positions = [0] * len(programs)
     order: list[Issue] = []
@@ -91,12 +91,12 @@ def latest_first(programs: Sequence[Program]) -> Order:
 
 
 def get_policy(name: str, lead: int) -> Policy:
-    """Return the policy of a setting such as ("staggered", 1).
+    """Return the policy for a setting such as ("staggered", 1).
 
-    `optimal` is `alternate` here: a search needs costs and is the planner's.
+    `optimal` is `alternate` here: a search needs costs, so the planner does it.
 
     Raises:
-        ConfigError: if there is no policy of this name.
+        ConfigError: no policy has this name.
     """
     policies: dict[str, Policy] = {
         "optimal": alternate,
@@ -112,7 +112,7 @@ def get_policy(name: str, lead: int) -> Policy:
 
 
 def _is_ready(programs: Sequence[Program], positions: Sequence[int], micro_batch: int) -> bool:
-    """Return whether a micro-batch has a next op, and all earlier ones have run theirs of its name if it is ordered."""
+    """Return whether a micro-batch's next op may run: it exists and, if `ordered`, all earlier micro-batches ran it."""
     ops = programs[micro_batch].ops[positions[micro_batch] :]
     return bool(ops) and not (
         ops[0].ordered
@@ -134,7 +134,7 @@ def _split_segments(micro_batch: int, program: Program) -> list[list[Issue]]:
 
 
 def _split_layers(micro_batch: int, program: Program) -> list[list[Issue]]:
-    """Return the segments of a program, cut so that each has `ordered` ops of one layer only."""
+    """Return a program's segments, cut so that each has `ordered` ops of one layer only."""
     segments: list[list[Issue]] = []
     for segment in _split_segments(micro_batch, program):
         segments.append([])

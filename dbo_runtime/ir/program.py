@@ -1,7 +1,7 @@
-"""What an adapter declares: named ops, the lane each runs on, the values it reads and writes.
+"""What an adapter declares: named ops, each with a lane and the values it reads and writes.
 
-A program is recorded by running the adapter's function once, on `Value`s instead of tensors. Everything else (waits,
-records, when a value may be freed) is derived from the reads and writes.
+A program is recorded by running the adapter's function once, on `Value`s instead of tensors. All else (waits,
+records, the points where values are freed) is derived from the reads and writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dbo_runtime.errors import ProgramError
 from dbo_runtime.ir.op import COMM, COMPUTE, COMPUTING, SIDE, Op
 from dbo_runtime.ir.values import Input, Value, locate_caller
 
-MAX_OUTPUTS = 1_000  # of one op
+MAX_OUTPUTS = 1_000  # results of one op
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Program:
     """The ops of one micro-batch, in program order.
 
     Attributes:
-        inputs: passed in by the caller, each by its name.
-        ops: in program order.
-        outputs: returned to the caller.
-        named: names of the last outputs: those that `ProgramBuilder.output` declared.
+        inputs: values that the caller passes in by name.
+        ops: the ops in program order.
+        outputs: values returned to the caller.
+        named: names of the last outputs, which `ProgramBuilder.output` declared.
     """
 
     inputs: tuple[Input, ...]
@@ -40,10 +40,10 @@ class Program:
         return tuple(dict.fromkeys([COMPUTE, *(op.lane for op in self.ops)]))
 
     def order_inputs(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what *given* has for each input, in the order of `inputs`.
+        """Return the given inputs in the order of `inputs`.
 
         Raises:
-            ProgramError: if *given* lacks an input or has one that the program does not take.
+            ProgramError: *given* lacks an input, or has an input that the program does not take.
         """
         names = [value.name for value in self.inputs]
         if given.keys() != {*names}:
@@ -51,31 +51,31 @@ class Program:
         return tuple(given[name] for name in names)
 
     def cut_inputs(self, given: Mapping[str, Any], tokens: slice, requests: slice) -> tuple[Any, ...]:
-        """Return the inputs of one micro-batch, in the order of `inputs`, each cut as it is declared.
+        """Return one micro-batch's inputs in the order of `inputs`, each cut as declared.
 
         Raises:
-            ProgramError: if *given* lacks an input or has one that the program does not take.
+            ProgramError: *given* lacks an input, or has an input that the program does not take.
         """
         ordered = self.order_inputs(given)
         return tuple(value.cut(one, tokens, requests) for value, one in zip(self.inputs, ordered, strict=True))
 
     def fold_side(self, kept: str = "") -> Program:
-        """Return the program with the ops of `side` moved to `compute`, except those named *kept*."""
+        """Return the program with `side` ops moved to `compute`, except ops named *kept*."""
         if SIDE not in self.lanes:
             return self
         folded = (replace(op, lane=COMPUTE) if op.lane == SIDE and op.name != kept else op for op in self.ops)
         return replace(self, ops=tuple(folded))
 
     def move_aside(self) -> Program:
-        """Return the program with all ops on `side` that are declared there or may move there."""
+        """Return the program with every op on `side` that is declared there or may move there."""
         return replace(self, ops=tuple(replace(op, lane=SIDE) if op.may_move_to_side else op for op in self.ops))
 
     def get_owning_lanes(self) -> dict[Value, frozenset[str]]:
         """Return each value's owning lanes: those whose allocator may own its memory.
 
         A caching allocator reuses freed memory for the next allocation on the stream that first allocated it. An op
-        that overwrites a value may return the same memory, so the lanes that own the overwritten value own the op's
-        results, too. Inputs belong to the caller, who allocated them on `compute`.
+        that overwrites a value may return the same memory, so the lanes that own the overwritten value also own the
+        op's results. Inputs belong to the caller, who allocated them on `compute`.
         """
         owning: dict[Value, frozenset[str]] = {value: frozenset((COMPUTE,)) for value in self.inputs}
         for op in self.ops:
@@ -88,8 +88,8 @@ class ProgramBuilder:
     """Records a program. An adapter receives one as `p`.
 
     Args:
-        has_side: whether ops may be on the `side` lane; without it, those declared by `side` are on `compute`. An
-            adapter that decomposes an op only for that lane checks this first.
+        has_side: whether ops may be on the `side` lane. If not, ops declared with `side` are on `compute`. An adapter
+            that decomposes an op only for the `side` lane checks this first.
 
     Examples:
         >>> p = ProgramBuilder()
@@ -111,13 +111,13 @@ class ProgramBuilder:
         self._overwritten: dict[Value, Op] = {}
 
     def input(self, name: str, token_dim: int | None = 0, request_dim: int | None = None) -> Value:
-        """Declare a value that the caller passes in by *name*, and the dimension along which it is cut.
+        """Declare an input that the caller passes by *name*, and the dimension to cut it along.
 
-        It is cut by tokens along *token_dim*. Where that is None, it is cut by requests along *request_dim*; where that
-        is None, too, each micro-batch is given all of it.
+        It is cut by tokens along *token_dim*. If that is None, it is cut by requests along *request_dim*. If both are
+        None, each micro-batch gets all of it.
 
         Raises:
-            ProgramError: if there is an op already, or an input of that name.
+            ProgramError: an op is already declared, or an input of this name is.
         """
         if not isinstance(name, str):
             raise ProgramError(f"the name of an input is {name!r}; it must be text. ({locate_caller()})")
@@ -133,7 +133,7 @@ class ProgramBuilder:
         return value
 
     def output(self, name: str, value: Value) -> None:
-        """Declare a named result of the program; it follows those that `build` is given."""
+        """Declare a named result of the program. Named results follow the results passed to `build`."""
         if not isinstance(name, str):
             raise ProgramError(f"the name of an output is {name!r}; it must be text. ({locate_caller()})")
         if name in self._outputs:
@@ -160,22 +160,22 @@ class ProgramBuilder:
         return self.op(name, fn, *reads, lane=COMPUTE, **declaration)
 
     def comm(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
-        """Declare an op on the comm lane, which makes it an overlap point; arguments as in `op`."""
+        """Declare an op on the comm lane, and so an overlap point; arguments as in `op`."""
         declaration.setdefault("communicator", COMM)
         return self.op(name, fn, *reads, lane=COMM, **declaration)
 
     def side(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
-        """Declare an op on a second compute lane, concurrent with others of its micro-batch; arguments as in `op`.
+        """Declare an op on a second compute lane, concurrent with other ops of its micro-batch; arguments as in `op`.
 
-        It is no overlap point. Without that lane, or where it is not predicted to pay, the op runs on `compute`.
+        It is no overlap point. The op runs on `compute` if there is no second lane, or no predicted gain from it.
         """
         return self.op(name, fn, *reads, lane=SIDE if self.has_side else COMPUTE, **declaration)
 
     def may_move_to_side(self, name: str, fn: Callable[..., Any], *reads: Value, **declaration: Any) -> Any:
         """Declare an op on the compute lane that may run on `side` instead; arguments as in `op`.
 
-        All such ops of a program move together, so that two micro-batches compute at the same time: one is in these
-        ops, the other in the rest of a layer. So they must not read the forward context, and must share no scratch
+        All such ops of a program move together, so that two micro-batches compute at the same time: one runs these ops,
+        the other runs the rest of a layer. They must therefore not read the forward context, and must share no scratch
         memory with the ops that stay.
         """
         return self.op(name, fn, *reads, lane=COMPUTE, may_move_to_side=self.has_side, **declaration)
@@ -196,11 +196,11 @@ class ProgramBuilder:
     ) -> Any:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
 
-        An op's results may share memory with a value that it reads only if *overwrites* names that value, as for a
-        fused add-norm or an in-place reduce. Results of one op never share memory with each other.
+        An op's results may share memory with a value it reads only if *overwrites* names this value, as for a fused
+        add-norm or an in-place reduce. Results of one op never share memory with each other.
 
         Raises:
-            ProgramError: with the `file:line` of the declaration.
+            ProgramError: the declaration is wrong. The message names its `file:line`.
         """
         where = locate_caller()
         _check_declaration(name, outputs, exclusive, communicator, overwrites, where)
@@ -227,7 +227,7 @@ class ProgramBuilder:
         return writes[0] if outputs == 1 else writes
 
     def build(self, *outputs: Value) -> Program:
-        """Finish the program: return one with these outputs, followed by those that `output` named."""
+        """Finish and return the program. Its outputs are these, then the named ones from `output`."""
         where = locate_caller()
         if not self._ops:
             raise ProgramError(f"the program has no ops; declare at least one with p.compute(...). ({where})")
@@ -278,11 +278,11 @@ class ProgramBuilder:
 def _check_declaration(
     name: object, outputs: object, exclusive: object, communicator: object, overwrites: object, where: str
 ) -> None:
-    """Raise ProgramError if an op is declared with something of another type than it takes."""
+    """Raise ProgramError if an argument of an op's declaration has the wrong type."""
     if type(outputs) is not int or not 0 <= outputs <= MAX_OUTPUTS:
-        raise ProgramError(f"op {name!r} has outputs={outputs!r}; they are from 0 to {MAX_OUTPUTS}. ({where})")
+        raise ProgramError(f"op {name!r} has outputs={outputs!r}; it must be from 0 to {MAX_OUTPUTS}. ({where})")
     for what, word in (("exclusive", exclusive), ("communicator", communicator)):
         if not (word is None or isinstance(word, str)):
-            raise ProgramError(f"op {name!r} has {what}={word!r}; it is a name or None. ({where})")
+            raise ProgramError(f"op {name!r} has {what}={word!r}; it must be a name or None. ({where})")
     if not isinstance(overwrites, tuple) or not all(isinstance(value, Value) for value in overwrites):
-        raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; they are a tuple of values. ({where})")
+        raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; it must be a tuple of values. ({where})")

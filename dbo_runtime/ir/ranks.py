@@ -1,8 +1,8 @@
-"""Prove that the schedules of several ranks fit together: none hangs, none matches the wrong collective.
+"""Prove that several ranks' schedules fit together: no rank hangs or matches the wrong collective.
 
-`validate` proves each schedule alone. Collectives are matched by order, not by name: the next collective that each
-member of a group runs on a communicator is taken for the same one. The rules continue the eight of `validate`, numbered
-as in docs/architecture.md.
+`validate` proves each schedule alone. Collectives are matched by order, not by name: the n-th collective that each
+member of a group runs on a communicator is taken for the same one. Rule numbers continue after the eight of
+`validate`, as in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.ir.validate import validate
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
-"""For each communicator its groups of ranks; all ranks are one group of a communicator that is not named."""
+"""The groups of ranks of each communicator. A communicator without an entry has one group of all ranks."""
 
-_RankInstruction = tuple[int, int]  # the rank, and the number of the instruction in its schedule
-_Node = tuple[_RankInstruction, ...]  # one instruction, or the instructions of all ranks that are one collective
+_RankInstruction = tuple[int, int]  # the rank, and the instruction's number in its schedule
+_Node = tuple[_RankInstruction, ...]  # one instruction, or all ranks' instructions of one collective
 
 _SHOWN_INSTRUCTIONS = 12  # on either side of an error
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The schedule that one rank is about to run.
+    """The schedule that a rank is about to run.
 
     Attributes:
-        schedule: of this rank.
-        sizes: tokens of every rank in each micro-batch, as this rank assumes them [micro-batches][ranks]. Empty if they
-            are not known; then they are not compared.
+        schedule: the rank's schedule.
+        sizes: token counts of every rank in each micro-batch, as this rank assumes them [micro-batches][ranks]. Empty
+            if not known; they are then not compared.
     """
 
     schedule: Schedule
@@ -44,11 +44,13 @@ class RankPlan:
 
 
 def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> None:
-    """Check the eight rules of each rank's schedule, and rules 9 to 12 between them. Near linear time.
+    """Check each rank's schedule by the eight rules, and all ranks against each other by rules 9 to 12.
+
+    Time is near linear.
 
     Raises:
-        ScheduleError: naming rank, rule, instruction, op and line of declaration, with the table of that rank around
-            the instruction, and the instruction of the rank that it was compared with.
+        ScheduleError: a rule is broken. The message names rank, rule, instruction, op and line of declaration. It shows
+            that rank's table around the instruction, and names the other rank's instruction if two were compared.
     """
     for rank, plan in enumerate(plans):
         try:
@@ -63,10 +65,10 @@ def validate_ranks(plans: Sequence[RankPlan], groups: Groups | None = None) -> N
 
 
 def get_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return a communicator's groups among *ranks* ranks.
+    """Return a communicator's groups, for this number of ranks.
 
     Raises:
-        ScheduleError: if a group names a rank that does not exist, or one that is named already.
+        ScheduleError: a group names a rank that does not exist, or a rank twice.
     """
     if communicator not in groups:
         return (tuple(range(ranks)),)
@@ -80,11 +82,11 @@ def get_groups(groups: Groups, communicator: str, ranks: int) -> tuple[tuple[int
 
 
 def find_deadlock(schedules: Sequence[Schedule], groups: Groups | None = None) -> dict[int, int]:
-    """Return the instruction at which each rank that cannot reach its end stops; empty if all can.
+    """Return the instruction at which each deadlocked rank stops; empty if all ranks reach their end.
 
-    The instructions of all ranks are the nodes of a graph, in which the instructions of one collective are one node; an
-    edge means "must end before the other can begin". A node on a cycle, or behind one, never begins. Each schedule must
-    be valid and rule 10 must hold; the collectives may be on several lanes.
+    The nodes of a graph are the instructions of all ranks; the instructions of one collective share a node. An edge
+    means "must end before the other can begin". A node on a cycle, or behind one, never begins. Each schedule must be
+    valid and rule 10 must hold; the collectives may be on several lanes.
     """
     node_of: dict[_RankInstruction, _Node] = {}
     for communicator, numbers in _list_collectives(schedules).items():
@@ -106,7 +108,7 @@ def find_deadlock(schedules: Sequence[Schedule], groups: Groups | None = None) -
 
 
 def _list_collectives(schedules: Sequence[Schedule]) -> dict[str, list[list[int]]]:
-    """Return, for each communicator in use, the numbers of the instructions that use it, in order, by rank."""
+    """Return the numbers of the instructions that use each communicator, in order: by communicator, then by rank."""
     collectives: dict[str, list[list[int]]] = {}
     for rank, schedule in enumerate(schedules):
         for number, instruction in enumerate(schedule.instructions):
@@ -118,8 +120,9 @@ def _list_collectives(schedules: Sequence[Schedule]) -> dict[str, list[list[int]
 def _list_earlier(schedule: Schedule) -> Iterator[set[int]]:
     """Yield, for each instruction, the instructions of the same rank that must end before it can begin.
 
-    These are the instruction before it on its lane, those it waits for, and the last one that blocked the host. On the
-    strictest device, the CPU, every instruction on `compute` does, because it runs on the issuing thread.
+    These are the previous instruction on its lane, the instructions it waits for, and the last one that blocked the
+    host. On the strictest device, the CPU, every instruction on `compute` blocks the host, because it runs on the
+    issuing thread.
     """
     number_of = {instruction.issue: number for number, instruction in enumerate(schedule.instructions)}
     lane_end: dict[str, int] = {}

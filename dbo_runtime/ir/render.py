@@ -1,7 +1,7 @@
-"""Render a schedule as text, and parse it: for errors, golden files and readers.
+"""Render a schedule as text, and parse it back: for errors, golden files and readers.
 
-One row per instruction, one column per lane. `wait` names the ops waited for, `*` marks a record, `free` names the
-values freed:
+One row per instruction, one column per lane. `wait` lists the ops waited for, `*` marks a record, `free` lists the
+freed values:
 
        #  compute           comm
        0  L0.attention/0 *
@@ -19,17 +19,17 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Instruction, Issue, Schedule, Slot, list_lanes
 from dbo_runtime.ir.values import Value
 
-MAX_LINES_OF_OP = 4  # that are parsed: an op is issued once
+MAX_LINES_OF_OP = 4  # limit for the parser; each op is issued once
 
 _MARK = "   <-- here"
-_HEAD = "   #"  # of the column of numbers
-_HASHED_HEAD = "step"  # the same in digests, which must not change from release to release
+_HEAD = "   #"  # header of the number column
+_HASHED_HEAD = "step"  # its header in digests, which must stay the same across releases
 
 
 def render(schedule: Schedule, mark: int | None = None, around: int | None = None) -> str:
     """Return the table of *schedule*, with instruction *mark* marked.
 
-    With *around*, only that many instructions on either side of the mark are shown.
+    With *around*, show only that many instructions before and after the mark.
     """
     lanes = schedule.lanes
     cells = [
@@ -56,10 +56,10 @@ def render(schedule: Schedule, mark: int | None = None, around: int | None = Non
 
 
 def parse(text: str, programs: Sequence[Program]) -> Schedule:
-    """Parse a rendered table of these programs.
+    """Parse a rendered table of a schedule of these programs.
 
     Raises:
-        ScheduleError: naming the line that cannot be read.
+        ScheduleError: a line cannot be read. The message names it.
     """
     programs = tuple(programs)
     issues = {f"{op.label}/{mb}": Issue(mb, n) for mb, p in enumerate(programs) for n, op in enumerate(p.ops)}
@@ -90,13 +90,13 @@ def parse(text: str, programs: Sequence[Program]) -> Schedule:
 
 
 def digest(schedule: Schedule) -> str:
-    """Return a short hash of the rendered table. Ranks whose digests agree issue the same collectives in one order."""
+    """Return a short hash of the rendered table. Ranks with equal digests issue the same collectives in one order."""
     table = render(schedule).replace(_HEAD, _HASHED_HEAD, 1)
     return hashlib.sha256(table.encode()).hexdigest()[:16]
 
 
 def name_issue(programs: Sequence[Program], issue: Issue) -> str:
-    """Return such as `L3.attention/1`, or the bare numbers where there is no such op."""
+    """Return a name such as `L3.attention/1`, or the bare numbers if there is no such op."""
     mb, position = issue
     known = 0 <= mb < len(programs) and 0 <= position < len(programs[mb].ops)
     return f"{programs[mb].ops[position].label}/{mb}" if known else str(issue)

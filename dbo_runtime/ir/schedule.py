@@ -1,4 +1,4 @@
-"""Schedules: the instructions of all micro-batches in issue order. `lowering` derives one from an issue order."""
+"""Schedules: the instructions of all micro-batches in issue order. `lowering` derives them from issue orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dbo_runtime.ir.values import Value
 
 
 class Issue(NamedTuple):
-    """One op of one micro-batch: the index of the micro-batch and of the op in its program."""
+    """One op of one micro-batch: the micro-batch's index, and the op's index in its program."""
 
     micro_batch: int
     position: int
@@ -27,7 +27,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """What the host does for one op: wait, free values, launch, record."""
+    """The host's work for one op: wait, free values, launch, record."""
 
     issue: Issue
     op: Op
@@ -37,7 +37,7 @@ class Instruction:
 
     @property
     def label(self) -> str:
-        """The op's label and the micro-batch, such as `L3.attention/1`."""
+        """The op's label with its micro-batch, such as `L3.attention/1`."""
         return f"{self.op.label}/{self.issue.micro_batch}"
 
 
@@ -47,8 +47,8 @@ class Schedule:
 
     Attributes:
         programs: one per micro-batch.
-        instructions: in issue order.
-        forks: lanes that must wait, before their first op, for what was launched on `compute` before the schedule.
+        instructions: the instructions in issue order.
+        forks: lanes that, before their first op, must wait for the work launched on `compute` before the schedule.
         joins: ops that `compute` waits for at the end, so that it is ordered after every lane.
     """
 

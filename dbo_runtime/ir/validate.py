@@ -1,7 +1,7 @@
-"""Prove that a schedule cannot race or hang, however it was made.
+"""Prove that a schedule cannot race or hang, whatever made it.
 
-This shares only data types with lowering: lowering places waits and frees, this replays the finished instructions and
-checks what they guarantee. The rules are numbered as in docs/architecture.md.
+This module shares only data types with lowering. Lowering places waits and frees; this replays the finished
+instructions and checks the guarantees they give. Rule numbers are those of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ def validate(schedule: Schedule, capture: bool = False) -> None:
     """Check all eight rules; with *capture*, also that the schedule can be captured into a graph. Linear time.
 
     Raises:
-        ScheduleError: naming rule, instruction, op and line of declaration, with the table around the instruction.
+        ScheduleError: a rule is broken. The message names rule, instruction, op and line of declaration, and shows the
+            table around the instruction.
     """
     _Replay(schedule, capture).run()
 
 
 @dataclass(slots=True)
 class _Use:
-    """An op's place on its lane, and the clock of what it comes after."""
+    """An op's place on its lane, and the clock of the ops it is ordered after."""
 
     instruction: int
     lane: str
@@ -39,7 +40,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Replay:
-    """The state of a schedule that is replayed instruction by instruction."""
+    """State of replaying a schedule instruction by instruction."""
 
     schedule: Schedule
     capture: bool
@@ -210,5 +211,5 @@ class _Replay:
 
 
 def _is_ordered(earlier: _Use | None, later: _Use) -> bool:
-    """Return whether *earlier* was issued and *later* comes after it, by its lane or a chain of records and waits."""
+    """Return whether *earlier* was issued and *later* comes after it, by a lane or a chain of records and waits."""
     return earlier is not None and later.clock.get(earlier.lane, 0) >= earlier.count

@@ -1,4 +1,4 @@
-"""What ops pass to each other while a program is recorded: names instead of tensors, and how inputs are cut."""
+"""Symbolic values, which stand for tensors while a program is recorded, and the way inputs are cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dbo_runtime.errors import ProgramError
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A symbolic name for what an op will write: a tensor, or any other object."""
+    """A symbolic name for an op's result: a tensor, or any other object."""
 
     index: int
     name: str
@@ -39,25 +39,25 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Input(Value):
-    """A value that the caller passes in by its name, and how it is cut into micro-batches.
+    """A value that the caller passes in by name, and how it is cut into micro-batches.
 
     Attributes:
-        token_dim: the dimension along which its tokens are; None if it is not cut by tokens.
-        request_dim: the dimension along which its requests are; None if it is not cut by requests.
+        token_dim: the dimension that tokens are counted along; None if the input is not cut by tokens.
+        request_dim: the dimension that requests are counted along; None if the input is not cut by requests.
     """
 
     token_dim: int | None = field(default=0, compare=False)  # not part of the value's identity
     request_dim: int | None = field(default=None, compare=False)
 
     def cut(self, given: Any, tokens: slice, requests: slice) -> Any:
-        """Return the part of *given* for the micro-batch of these tokens and requests; all of it if it is not cut."""
+        """Return the part of *given* for the micro-batch with these tokens and requests; all of it if it is not cut."""
         if self.token_dim is not None:
             return given[_index(self.token_dim, tokens)]
         return given if self.request_dim is None else given[_index(self.request_dim, requests)]
 
 
 def locate_caller() -> str:
-    """Return `file:line` of the nearest frame outside the module that calls this: the adapter's line."""
+    """Return the `file:line` of the nearest frame outside the calling module: the adapter's line."""
     frame = sys._getframe(1)
     recording = (frame.f_code.co_filename, contextmanager.__code__.co_filename)
     while frame.f_back is not None and frame.f_code.co_filename in recording:
@@ -66,7 +66,7 @@ def locate_caller() -> str:
 
 
 def _index(dim: int, piece: slice) -> Any:
-    """Return the index that takes *piece* along dimension *dim*; for dimension 0 one that a list takes, too."""
+    """Return the index that takes *piece* along dimension *dim*. For dimension 0 it also works on lists."""
     if dim == 0:
         return piece
     return (slice(None),) * dim + (piece,) if dim > 0 else (..., piece) + (slice(None),) * (-dim - 1)

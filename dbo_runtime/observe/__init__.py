@@ -1,1 +1,1 @@
-"""Timelines, their gaps, traces as they are written, counts, and the log."""
+"""Timelines and their gaps, trace files, counts, and the log."""

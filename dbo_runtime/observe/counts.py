@@ -1,4 +1,4 @@
-"""Names of the counts of served steps, and how to read them from any process of the server."""
+"""Names of the counts of served steps, and functions that read them from any process of the server."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Literal, get_args
 from dbo_runtime.errors import ConfigError
 
 PREFIX = "vllm:dbo_"
-KINDS = ("counter", "histogram")  # of files that are summed over engines
-FOLDER = "_DBO_RUNTIME_COUNTS"  # set by this package only, for the processes that a server starts
-LABELS = ("mode", "reason", "outcome")  # by which steps are counted; a metric has one of them at most
+KINDS = ("counter", "histogram")  # kinds of files that are summed over engines
+FOLDER = "_DBO_RUNTIME_COUNTS"  # set only by this package, for a server's child processes
+LABELS = ("mode", "reason", "outcome")  # labels of metrics; each metric has at most one
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # set by vLLM if it has several API servers
 
 Outcome = Literal["unsplit", "error"]
-"""What became of a step about which ranks disagreed: it ran unsplit on all of them, or ended the engine."""
+"""The outcome of a step that ranks disagreed on: it ran unsplit on all ranks, or ended the engine."""
 
-MAX_FILE_BYTES = 1 << 24  # of counts; an engine has some 4 KiB
+MAX_FILE_BYTES = 1 << 24  # an engine's counts take about 4 KiB
 _REMEDY = "Remove it: the engine that it belongs to has ended, or is counted no more."
 
 HELP: Mapping[str, str] = MappingProxyType(
@@ -47,11 +47,11 @@ HELP: Mapping[str, str] = MappingProxyType(
 def get_folder() -> str | None:
     """Return the folder of this server's counts; None if nothing is counted.
 
-    A folder of this package is in a place where all users may write, so it must be this user's alone; the one that
-    vLLM shares is what its operator says.
+    A folder made by this package is in a place that all users may write to, so it must belong to this user alone. A
+    folder that vLLM shares is the operator's choice, and is not checked.
 
     Raises:
-        ConfigError: if others own it, or may write to it.
+        ConfigError: other users own the folder, or may write to it.
     """
     shared, own = os.environ.get(SHARED), os.environ.get(FOLDER)
     if not shared and own:
@@ -63,7 +63,7 @@ def _check_owner(folder: str) -> None:
     try:
         status = os.lstat(folder)
     except (OSError, ValueError):
-        return  # it is gone, and nothing is counted any more
+        return  # the folder is gone, and nothing is counted any more
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(f"{FOLDER}={folder!r} is no folder of this user alone; unset it, and start the server again.")
 
@@ -71,11 +71,12 @@ def _check_owner(folder: str) -> None:
 def statistics() -> dict[str, Any]:
     """Return the counts of all engines on this host, from any process of the server.
 
-    `split`, `unsplit` and `concurrent` steps; `micro_batches`, and their `tokens` in total; `declined`: steps by
-    reason; `standing_declines`: engines that count no further steps, by reason; `disagreements` of ranks by outcome
-    (`unsplit`, `error`); `encoder_forwards` of a vision encoder by mode (`split`, `unsplit`); `planning_seconds` of all
-    steps, in total; `predicted_seconds` and `measured_seconds` by mode, of the steps with a prediction;
-    `communication_seconds` and `hidden_seconds` of the `sampled` split steps, one in 64. All zero where overlap is off.
+    `split`, `unsplit`, `concurrent`: numbers of steps; `micro_batches`, and `tokens`: their total tokens; `declined`:
+    steps by reason; `standing_declines`: engines that count no further steps, by reason; `disagreements`: steps that
+    ranks disagreed on, by outcome (`unsplit`, `error`); `encoder_forwards`: forwards of a vision encoder by mode
+    (`split`, `unsplit`); `planning_seconds`: total of all steps; `predicted_seconds`, `measured_seconds`: by mode, for
+    steps with a prediction; `communication_seconds`, `hidden_seconds`: for the `sampled` split steps, one in 64. All
+    are zero if overlap is off.
     """
     folder = get_folder()
     values_by_name: dict[str, dict[str, float]] = {}
@@ -91,7 +92,7 @@ def _list_files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path) -> list[tuple[str, str, float]]:
-    """Return name, `mode`, `reason` or `outcome` if there is one, and value of each count in a file."""
+    """Return the name, the label value (mode, reason or outcome) if any, and the number of each count in a file."""
     from prometheus_client.multiprocess import MultiProcessCollector
 
     _check_file(file)
@@ -107,13 +108,13 @@ def _read(file: Path) -> list[tuple[str, str, float]]:
             if "le" not in sample.labels
         ]
     except FileNotFoundError:
-        return []  # an engine has ended meanwhile, and its file with it
-    except Exception as error:  # noqa: BLE001 - prometheus_client reads what it takes for its own file, and fails anyhow
+        return []  # the engine has just ended and removed its file
+    except Exception as error:  # noqa: BLE001 - prometheus_client may raise anything for a file that is not its own
         raise ConfigError(f"counts in {file} cannot be read ({error!r:.200}). {_REMEDY}") from None
 
 
 def _check_file(file: Path) -> None:
-    """Raise ConfigError if it is none that `prometheus_client` could read in a moment."""
+    """Raise ConfigError if `prometheus_client` could not read the file quickly."""
     try:
         status = file.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Count and log declines: here and nowhere else, so that all of them read alike."""
+"""Counts and logs declines. All declines go through here, so that they read alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def warn_declined(log: FilteringBoundLogger, what: str, decline: Decline, **facts: object) -> None:
-    """Warn at load time that nothing of *what*, such as `every step`, is split."""
+    """Warn at load time that *what*, such as `every step`, is never split."""
     log.warning(f"{what} runs unsplit", reason=decline.reason, detail=decline.detail or None, **facts)
 
 
@@ -22,7 +22,7 @@ def note_standing(log: FilteringBoundLogger, decline: Decline) -> None:
 
 
 def count_declined(log: FilteringBoundLogger, counts: Counter[str], decline: Decline) -> None:
-    """Count a step that is not split by its reason; log the first of each reason."""
+    """Count an unsplit step by its reason; log the first decline for each reason."""
     if not counts[decline.reason]:
         log.info("step not split", reason=decline.reason, detail=decline.detail or None)
     counts[decline.reason] += 1

@@ -1,4 +1,4 @@
-"""Find the times in which lanes ran nothing, and their causes."""
+"""Find the times in which a lane ran nothing, and their causes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from dbo_runtime.observe.timeline import Span, Timeline
 
-FILL, DRAIN = "fill", "drain"  # not every micro-batch has begun; at most one has not ended
-WAIT = "wait"  # for an op of another lane, while several micro-batches were in progress
+FILL, DRAIN = "fill", "drain"  # not all micro-batches had begun; at most one had not ended
+WAIT = "wait"  # the lane waited for another lane's op while several micro-batches were in progress
 HOST = "host"  # the host had not issued the op yet
-START = "start"  # issued and ready, but not started: the latency of a start, or the lane's hardware was busy
+START = "start"  # issued and ready, not started: start latency, or the lane's hardware was busy
 NOTHING_LEFT = "nothing left"  # the lane had run all its ops
-UNKNOWN = "unknown"  # it was not recorded when the op was issued and for what it waited
+UNKNOWN = "unknown"  # the time of issue and the waits were not recorded
 CAUSES = (WAIT, HOST, START, FILL, DRAIN, NOTHING_LEFT, UNKNOWN)
 
 
@@ -21,8 +21,8 @@ class Gap(NamedTuple):
 
     Attributes:
         cause: one of CAUSES.
-        before: (op, micro-batch) that the lane ran next; None if it ran none.
-        awaited: (op, micro-batch) for whose end it waited last; None if the lane did not wait.
+        before: the (op, micro-batch) that the lane ran next; None if there was none.
+        awaited: the (op, micro-batch) whose end the lane waited for last; None if it did not wait.
     """
 
     lane: str
@@ -34,16 +34,16 @@ class Gap(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The length."""
+        """Length of the gap."""
         return self.end - self.start
 
 
 def find_gaps(timeline: Timeline) -> list[Gap]:
     """Return all gaps of all lanes between the first start and the last end, lane by lane, in order of time.
 
-    A gap before an op is divided where its cause changes: until the last op that it waited for has ended, the cause is
-    `wait` (at the beginning and at the end of a step, where no order has anything to run meanwhile, `fill` and
-    `drain`); then, until the host has issued the op, `host`; the rest is `start`.
+    A gap before an op is divided where its cause changes. Until the last op that it waited for has ended, the cause is
+    `wait`; at the beginning and end of a step, where no order has other ops to run, it is `fill` or `drain`. Then,
+    until the host has issued the op, it is `host`. The rest is `start`.
     """
     if not timeline.spans:
         return []
@@ -63,7 +63,7 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
 
 
 def sum_causes(gaps: Iterable[Gap]) -> dict[str, dict[str, float]]:
-    """Return the seconds that each lane lost to each cause [lanes][causes]; causes without a gap are left out."""
+    """Return the seconds that each lane lost to each cause [lanes][causes]. Causes without a gap are left out."""
     lost: dict[str, dict[str, float]] = {}
     for gap in gaps:
         causes = lost.setdefault(gap.lane, {})
@@ -93,7 +93,7 @@ def _explain(
     awaited = max(span.waits, key=lambda op: ends[op], default=None)
     ready = free if awaited is None else _clamp(ends[awaited], free, span.start)
     issued = _clamp(span.issued, ready, span.start)
-    # Before the last micro-batch has begun, and after all but one have ended, no order has more to run.
+    # Until the last micro-batch has begun, and once all but one have ended, no order has other ops to run.
     filled = _clamp(filled, free, ready)
     draining = _clamp(draining, filled, ready)
     pieces = (

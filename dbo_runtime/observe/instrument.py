@@ -1,4 +1,4 @@
-"""The interface through which the executor reports the intervals of ops."""
+"""The interface for receiving the intervals of ops from the executor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Instrument(Protocol):
     """Receives the interval of each op, possibly from the thread that ran it."""
 
     def observe(self, instruction: Instruction, issued: float, start: SupportsFloat, end: SupportsFloat) -> None:
-        """Record when the op of *instruction* was issued by the host, started and ended, in seconds of one clock.
+        """Record when the host issued the op of *instruction*, when it started and ended, in seconds of one clock.
 
-        The clock is `time.perf_counter`, or a virtual device's own. On an asynchronous device *start* and *end* may lie
+        The clock is `time.perf_counter`, or a virtual device's own. On an asynchronous device, *start* and *end* may be
         in the future: `float()` waits for them.
         """

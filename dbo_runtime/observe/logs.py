@@ -1,4 +1,4 @@
-"""The log: few lines, with figures as key=value."""
+"""The log: few lines, with figures as key=value pairs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor, Wrapped
 def open_log(quiet: bool = False) -> FilteringBoundLogger:
     """Return a structlog logger; a *quiet* one drops everything below errors.
 
-    If the host program has configured structlog, that configuration is used. Otherwise lines go to standard error, as
-    vLLM's do, and structlog's global configuration is not changed.
+    If the host program has configured structlog, its configuration is used. Otherwise lines go to standard error, as
+    vLLM's do, and structlog's global configuration stays unchanged.
     """
     if structlog.is_configured():
         configured: FilteringBoundLogger = structlog.get_logger("dbo_runtime")

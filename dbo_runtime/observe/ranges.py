@@ -1,12 +1,12 @@
-"""What ops and steps are called in profilers: fixed names that people search for, and `dbo trace` reads.
+"""Names of ops and steps in profilers. They are fixed, because people search for them and `dbo trace` parses them.
 
-An op that runs in micro-batch 1 as instruction 14 of its schedule, after it has waited for 9 and 12, is called
+An op of micro-batch 1 that is instruction 14 of its schedule, and waited for instructions 9 and 12, is called
 
     dbo: layer 3 attention mb 1 on compute #14 after #9 #12
 
-without the layer where it is outside of all, and without `after` where it waits for no other lane. A step is called
-`dbo: step of 512+488 tokens, schedule 1a2b3c4d`, with the tokens of each micro-batch. A graph that is replayed shows no
-ops: `dbo: replay`.
+The layer is left out for an op outside all layers, and `after` for an op that waits for no other lane. A step is called
+`dbo: step of 512+488 tokens, schedule 1a2b3c4d`, with the tokens of each micro-batch. A replayed graph shows no ops,
+only `dbo: replay`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 
 PREFIX = "dbo: "
 OpenRange = Callable[[str], AbstractContextManager[object]]
-"""Opens a range of that name on the calling thread, in the profilers that are on."""
+"""Opens a range of this name on the calling thread, in all profilers that are on."""
 
 _OP = re.compile(
     rf"{PREFIX}(?:layer (?P<layer>\d{{1,9}}) )?(?P<op>\w+) mb (?P<micro_batch>\d{{1,9}}) on (?P<lane>\w+)"
@@ -31,24 +31,24 @@ _STEP = re.compile(rf"{PREFIX}step of (?P<sizes>\d+(?:\+\d+)*) tokens, schedule 
 
 
 class Plan(Protocol):
-    """What names a step."""
+    """The properties of a plan that a step's name contains."""
 
     @property
     def slices(self) -> Sequence[BatchSlice]:
-        """One per micro-batch."""
+        """One slice per micro-batch."""
 
     @property
     def digest(self) -> str:
-        """Of the schedule."""
+        """Digest of the schedule."""
 
 
 class RangedOp(NamedTuple):
-    """What the name of an op's range says.
+    """The parsed name of an op's range.
 
     Attributes:
-        label: of the op, such as `L3.attention`.
-        number: of its instruction in the schedule: ops are issued in this order.
-        waits: numbers of the ops that its lane waits for first.
+        label: the op's label, such as `L3.attention`.
+        number: number of the op's instruction in the schedule; ops are issued in this order.
+        waits: numbers of the instructions that the op's lane waits for first.
     """
 
     label: str
@@ -59,25 +59,25 @@ class RangedOp(NamedTuple):
 
 
 def name_ops(schedule: Schedule) -> list[str]:
-    """Return the name of each instruction's range, in issue order."""
+    """Return the range name of each instruction, in issue order."""
     numbers = {instruction.issue: number for number, instruction in enumerate(schedule.instructions)}
     return [_name_op(instruction, numbers) for instruction in schedule.instructions]
 
 
 def name_step(sizes: Sequence[int], digest: str) -> str:
-    """Return the name of a step's range: *sizes* are the tokens of each micro-batch."""
+    """Return the name of a step's range. *sizes* are the token counts of the micro-batches."""
     return f"{PREFIX}step of {'+'.join(map(str, sizes))} tokens, schedule {digest}"
 
 
 def open_step(open_range: OpenRange | None, plan: Plan) -> AbstractContextManager[object]:
-    """Open a step's range; do nothing without profilers."""
+    """Open a step's range. Do nothing without profilers."""
     if open_range is None:
         return nullcontext()
     return open_range(name_step([piece.size for piece in plan.slices], plan.digest))
 
 
 def read_op(name: str) -> RangedOp | None:
-    """Return what the name of an op's range says, or None if it is no such name."""
+    """Parse the name of an op's range. Return None if it is no such name."""
     found = _OP.fullmatch(name)
     if found is None:
         return None
@@ -92,7 +92,7 @@ def read_op(name: str) -> RangedOp | None:
 
 
 def is_step(name: str) -> bool:
-    """Return whether it is the name of a step's range."""
+    """Return whether this is the name of a step's range."""
     return _STEP.fullmatch(name) is not None
 
 

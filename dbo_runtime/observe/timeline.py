@@ -1,4 +1,4 @@
-"""Intervals of ops on lanes, recorded or simulated; measured and drawn as text."""
+"""Intervals of ops on lanes, recorded or simulated: measured, and drawn as text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, SupportsFloat
 from dbo_runtime.ir.op import COMPUTING, SIDE
 from dbo_runtime.ir.schedule import Instruction
 
-SHORTEST_SECONDS = 1e-9  # that is drawn: traces have nanoseconds
+SHORTEST_SECONDS = 1e-9  # shortest span drawn; traces have a resolution of 1 ns
 
 
 class Span(NamedTuple):
     """The interval of one op of one micro-batch on its lane, in seconds.
 
     Attributes:
-        issued: when the host issued it; None if not recorded.
-        waits: (op, micro-batch) of each op that its lane waited for first.
+        issued: time at which the host issued the op; None if not recorded.
+        waits: the (op, micro-batch) of each op that the lane waited for first.
     """
 
     lane: str
@@ -35,10 +35,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of one run, in issue order or by start.
+    """The spans of one run, in issue order or by start time.
 
     Attributes:
-        bound: seconds, a lower bound for any issue order given the durations here; None if not computed.
+        bound: seconds, a lower bound for any issue order with these durations; None if not computed.
         planning: seconds that the host took to decide the step, before its first op; None if not recorded.
     """
 
@@ -48,18 +48,18 @@ class Timeline:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """Return the timeline of `as_dict`, also if tuples have become lists on the way."""
+        """Return the timeline for the result of `as_dict`, even if its tuples were turned into lists."""
         rows = (dict(zip(Span._fields, row, strict=True)) for row in data["spans"])
         spans = (Span(**{**row, "waits": tuple((op, part) for op, part in row["waits"])}) for row in rows)
         return cls(tuple(spans), data["bound"], data.get("planning"))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data, for RPC."""
+        """Return the timeline as plain data, for RPC."""
         return {"spans": [tuple(span) for span in self.spans], "bound": self.bound, "planning": self.planning}
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Lanes in order of first use."""
+        """Lanes, in order of first use."""
         return tuple(dict.fromkeys(span.lane for span in self.spans))
 
     @property
@@ -77,7 +77,7 @@ class Timeline:
         return _measure_common(ours, theirs)
 
     def measure_hidden(self) -> tuple[float, float]:
-        """Return the seconds of communication, and those of them in which a lane computed."""
+        """Return the seconds of communication, and the part of them in which a lane computed."""
         computed = _merge((s.start, s.end) for s in self.spans if s.lane in COMPUTING)
         lanes = [lane for lane in self.lanes if lane not in COMPUTING]
         communicated = [_merge((s.start, s.end) for s in self.spans if s.lane == lane) for lane in lanes]
@@ -90,9 +90,9 @@ class Timeline:
         return self.duration - sum(end - start for start, end in _merge((s.start, s.end) for s in self.spans))
 
     def measure_concurrent(self) -> list[float]:
-        """Return for each span the seconds of it in which another lane ran [spans].
+        """Return for each span the seconds in which another lane also ran [spans].
 
-        For `side` only lanes that compute count: it shares more with these than with lanes that communicate.
+        For `side`, only computing lanes count: `side` shares more hardware with these than with communicating lanes.
         """
         others = {
             lane: _cover(
@@ -104,14 +104,15 @@ class Timeline:
         for span in self.spans:
             covered = others[span.lane]
             seconds = _interpolate(covered, span.end) - _interpolate(covered, span.start)
-            concurrent.append(min(seconds, span.end - span.start))  # rounding must not make it longer
+            concurrent.append(min(seconds, span.end - span.start))  # rounding must not exceed the span
         return concurrent
 
     def find_queued(self) -> list[bool]:
-        """Return for each span whether the host had issued all of it when it began [spans].
+        """Return for each span whether the host had issued the whole op by the span's start [spans].
 
-        Otherwise its lane may have waited for the host between its kernels. The host has when it goes on to the next
-        op. For the last one it is assumed to take what it takes for others. Without times of issue, all were queued.
+        If not, the lane may have waited for the host between the op's kernels. The host has issued an op when it goes
+        on to the next one; the last op is assumed to take as long to issue as the others. Without times of issue, all
+        count as queued.
         """
         issued = sorted(span.issued for span in self.spans if span.issued is not None)
         if len(issued) < len(self.spans) or len(issued) < 2:
@@ -120,15 +121,15 @@ class Timeline:
         return [following[span.issued] <= span.start for span in self.spans if span.issued is not None]
 
     def measure_issue(self) -> float:
-        """Return the seconds that the host took for an op: the median between one and the next; 0 if not recorded."""
+        """Return the host's seconds per op: the median time from one issue to the next; 0 if not recorded."""
         issued = sorted(span.issued for span in self.spans if span.issued is not None)
         return median(later - earlier for earlier, later in pairwise(issued)) if len(issued) > 1 else 0.0
 
     def measure_concurrent_share(self, op: str, other: str, same: bool = False) -> float:
-        """Return the share of its time in which *op* of one micro-batch ran concurrently with *other* of another.
+        """Return the share of *op*'s time in which *other* ran concurrently, in another micro-batch.
 
-        With *same*, with that of the same micro-batch. Ops are named without their layer, such as `dispatch`, and all
-        layers count. An op that never ran gives 0.
+        With *same*, in the same micro-batch. Ops are named without their layer, such as `dispatch`, and all layers
+        count. Returns 0 for an op that never ran.
         """
         concurrent = total = 0.0
         for span in self._spans_of(op):
@@ -140,7 +141,7 @@ class Timeline:
         return concurrent / total if total else 0.0
 
     def draw(self, width: int = 100) -> str:
-        """Return the lanes as rows of *width* characters, a digit for the micro-batch that is running, `.` for idle."""
+        """Return the lanes as rows of *width* characters: the digit of the micro-batch that runs, `.` for idle."""
         if not self.spans:
             return "(nothing ran)"
         origin = min(span.start for span in self.spans)
@@ -153,7 +154,7 @@ class Timeline:
         return "\n".join(f"{lane:>8} |{''.join(row)}|" for lane, row in rows.items())
 
     def table(self, most: int = 20) -> str:
-        """Return the first *most* spans as a table of lane, op, micro-batch, start and length in milliseconds."""
+        """Return the first *most* spans as a table: start and length in milliseconds, lane, op and micro-batch."""
         origin = min((span.start for span in self.spans), default=0.0)
         lanes = self.lanes
         rows = ["start ms  length ms  " + "  ".join(f"{lane:<24}" for lane in lanes).rstrip()]
@@ -170,7 +171,7 @@ class Timeline:
 
 
 class Recorder:
-    """An instrument that records the spans of a run."""
+    """An instrument that records a run's spans."""
 
     def __init__(self) -> None:
         self._notes: list[tuple[Instruction, float, SupportsFloat, SupportsFloat]] = []
@@ -180,7 +181,7 @@ class Recorder:
         self._notes.append((instruction, issued, start, end))
 
     def timeline(self) -> Timeline:
-        """Return the recorded spans by start, after waiting for ops that still run."""
+        """Return the recorded spans by start time. Waits for ops that still run."""
         issues = [instruction.issue for instruction, *_ in self._notes]
         labels = [instruction.op.label for instruction, *_ in self._notes]
         names = {issue: (label, issue.micro_batch) for issue, label in zip(issues, labels, strict=True)}
@@ -192,13 +193,13 @@ class Recorder:
 
 
 def _measure_within(interval: tuple[float, float], others: Iterable[tuple[float, float]]) -> float:
-    """Return the length of *interval* that lies in *others*, which do not overlap each other."""
+    """Return the length of the part of *interval* inside *others*, which do not overlap each other."""
     start, end = interval
     return sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in others)
 
 
 def _measure_common(intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Return the length that is in both; each are in order and do not overlap each other."""
+    """Return the total length in both lists. Each list is sorted and does not overlap itself."""
     total, first = 0.0, 0
     for start, end in intervals:
         while first < len(others) and others[first][1] <= start:
@@ -211,7 +212,7 @@ def _measure_common(intervals: Sequence[tuple[float, float]], others: Sequence[t
 
 
 def _cover(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (time, seconds covered by the intervals until then) for each begin and end."""
+    """Return (time, seconds covered by the intervals so far) for each begin and end."""
     covered = [(0.0, 0.0)]
     for start, end in _merge(intervals):
         covered += [(start, covered[-1][1]), (end, covered[-1][1] + end - start)]
@@ -219,7 +220,7 @@ def _cover(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _interpolate(points: list[tuple[float, float]], time: float) -> float:
-    """Return the value at *time* of the line through *points*, which is constant after the last one."""
+    """Return the value at *time* of the line through *points*. The line is constant after the last point."""
     after = bisect_right(points, (time, math.inf))
     (left, low), (right, high) = points[after - 1], points[min(after, len(points) - 1)]
     return low + (high - low) * (time - left) / (right - left) if right > left else low

@@ -1,4 +1,4 @@
-"""Write timelines as trace-event files, which ui.perfetto.dev and chrome://tracing open.
+"""Write timelines as trace-event files, for ui.perfetto.dev and chrome://tracing.
 
 The format is "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 `trace_file` reads it back.
@@ -19,24 +19,24 @@ from dbo_runtime.ir.op import COMPUTE
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.outside_files import write_text
 
-# Perfetto sorts a track that is numbered like its process first, so the tracks of process n begin at this times n.
+# Perfetto puts a track first if it has its process's number, so the tracks of process n begin at n times this.
 TRACKS_PER_PROCESS = 100
-# Arrows are numbered through the file: Perfetto drops those whose `id` is text that is no number (`flow_invalid_id`).
+# Arrow ids are numbers, unique in the file: Perfetto drops arrows with an `id` that is no number (`flow_invalid_id`).
 ARROWS_PER_PROCESS = 10_000_000
-# From the names that chrome://tracing reserves (catapult, tracing/base/color_scheme.html), as distinct as possible.
+# Colour names that chrome://tracing reserves (catapult, tracing/base/color_scheme.html), as distinct as possible.
 # Perfetto ignores them and colours by op name (its issue 208).
 COLOURS = ("rail_response", "thread_state_iowait", "thread_state_running", "rail_animation", "olive", "generic_work")
 
 
 def make_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """Return *timelines* by name, such as `rank 0`, of one clock, as a trace-event object.
+    """Return timelines by name, such as `rank 0`, all on one clock, as a trace-event object.
 
-    Each timeline is a process, with a track for the host, if it was recorded when ops were issued, and one per lane,
-    `compute` first. Arrows lead from the end of an op to the start of each op that waited for it. Times are in
-    microseconds since the first event, rounded to nanoseconds. An op is named `op/micro-batch`; its `args` have both,
-    the layer, if it belongs to one, when it was issued and for what it waited. A viewer drops an op that crosses
-    another on its lane, which ops of an in-order lane never do. `otherData` has `bound_seconds` and `planning_seconds`
-    by name of the timeline, where they are known.
+    Each timeline is a process with one track per lane, `compute` first, and a track for the host if times of issue were
+    recorded. Arrows lead from the end of an op to the start of each op that waited for it. Times are in microseconds
+    since the first event, rounded to nanoseconds. An op is named `op/micro-batch`. Its `args` hold op and micro-batch,
+    the layer if any, the time of issue and the ops waited for. Viewers drop an op that crosses another on its lane, but
+    ops of an in-order lane never cross. `otherData` has `bound_seconds` and `planning_seconds` by timeline name, where
+    known.
     """
     spans = [span for timeline in timelines.values() for span in timeline.spans]
     origin = min((_find_first(span) for span in spans), default=0.0)
@@ -53,7 +53,7 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     """Write `make_trace` of *timelines* to *path* as JSON, atomically.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         write_text(path, json.dumps(make_trace(timelines)))
@@ -66,13 +66,13 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
 
 
 def prepare_folder(path: str) -> None:
-    """Make a folder for traces, unless it exists.
+    """Make a folder for traces if it does not exist.
 
     Raises:
-        ConfigError: if traces cannot be written there.
+        ConfigError: traces cannot be written there.
     """
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)  # of the user alone; one that is there stays as it is
+        os.makedirs(path, mode=0o700, exist_ok=True)  # only this user may use it; an existing folder stays unchanged
     except (OSError, ValueError) as error:  # a ValueError if the path has a NUL byte
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"DBO_TRACE={path!r} cannot be made a folder ({why}): name another one.") from error
@@ -81,7 +81,7 @@ def prepare_folder(path: str) -> None:
 
 
 class _Process:
-    """Makes the events of one timeline."""
+    """Makes one timeline's events."""
 
     def __init__(self, number: int, timeline: Timeline, origin: float) -> None:
         self._number = number
@@ -105,12 +105,12 @@ class _Process:
         yield from self._make_arrows()
 
     def _describe(self, what: str, track: int | None, **args: Any) -> dict[str, Any]:
-        """Return the event with metadata *what* of the process, or of a track."""
+        """Return a metadata event of kind *what* for the process, or for a track."""
         where = {"pid": self._number} if track is None else {"pid": self._number, "tid": track}
         return {"name": what, "ph": "M", **where, "args": args}
 
     def _make_op(self, span: Span) -> dict[str, Any]:
-        # Both ends are rounded, not the length, so that an op which ends where the next begins still does.
+        # Round both ends, not the length, so that an op that ends where the next begins still does.
         start, end = self._count(span.start), self._count(span.end)
         args: dict[str, Any] = {"op": span.op, "micro_batch": span.micro_batch}
         if layer := re.match(r"L(\d+)\.", span.op):
@@ -144,12 +144,12 @@ class _Process:
         }
 
     def _make_arrows(self) -> Iterator[dict[str, Any]]:
-        """Yield both ends of an arrow for each wait. A viewer attaches an end to the op that runs at its time."""
+        """Yield both ends of an arrow for each wait. A viewer attaches each end to the op that runs at its time."""
         spans = {(span.op, span.micro_batch): span for span in self._timeline.spans}
         number = self._number * ARROWS_PER_PROCESS
         for span in self._timeline.spans:
             for source in (spans[awaited] for awaited in span.waits if awaited in spans):
-                last = self._count(source.end) - 1  # at its end it no longer runs
+                last = self._count(source.end) - 1  # at its end the op no longer runs
                 number += 1
                 if last < self._count(source.start) or self._count(span.end) == self._count(span.start):
                     continue  # too short to attach an arrow to
@@ -168,10 +168,11 @@ def _find_first(span: Span) -> float:
 
 
 def _to_microseconds(nanoseconds: int) -> float:
-    """Return the microseconds that Perfetto converts back to *nanoseconds*.
+    """Return microseconds that Perfetto converts back to exactly *nanoseconds*.
 
-    It takes `int(number * 1000.0)`, which makes 1000 of 1.001. A nanosecond lost at a start lets an op cross the one
-    before, and Perfetto drops it (`CoerceToTs` and `slice_drop_overlapping_complete_event` in its trace processor).
+    Perfetto computes `int(number * 1000.0)`, which gives 1000 for 1.001. A nanosecond lost at a start makes an op cross
+    the one before, and Perfetto drops it (`CoerceToTs` and `slice_drop_overlapping_complete_event` in its trace
+    processor).
     """
     microseconds = nanoseconds / 1000
     if int(microseconds * 1000.0) < nanoseconds:

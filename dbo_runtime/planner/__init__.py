@@ -1,1 +1,1 @@
-"""From what ops cost to when splitting pays, and in which order to issue it."""
+"""Decide from the costs of ops when splitting a step is faster, and in which order to issue the ops."""

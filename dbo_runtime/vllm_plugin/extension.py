@@ -1,7 +1,7 @@
 """Methods for vLLM's workers, called over vLLM's own RPC.
 
 Pass `worker_extension_cls="dbo_runtime.vllm_plugin.extension.WorkerExtension"` to `LLM(...)`, then call
-`llm.collective_rpc("dbo_statistics")`. With the plugin off the methods work as well, and return None.
+`llm.collective_rpc("dbo_statistics")`. The methods also work with the plugin off, and then return None.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkerExtension:
     def dbo_statistics(self) -> dict[str, Any] | None:
         """Return the counts of split and declined steps, or None if no step of the model is split.
 
-        `caches` has for each cache of plans how many entries it has, and how many it may have.
+        `caches` has the number of entries and the limit of each cache of plans.
         """
         forward = self._dbo_forward()
         if forward is None:
@@ -42,31 +42,31 @@ class WorkerExtension:
         return {**forward.runtime.statistics.as_dict(), "caches": forward.describe_caches()}
 
     def dbo_encoder_statistics(self) -> dict[str, Any] | None:
-        """Return the counts of the vision encoder's forwards, or None if none of them is split."""
+        """Return the counts of the vision encoder's forwards, or None if none is split."""
         encoder = self._dbo_encoder()
         return None if encoder is None else encoder.runtime.statistics.as_dict()
 
     def dbo_request_timeline(self) -> None:
-        """Keep the timeline of the next split step; drop the last one."""
+        """Keep the timeline of the next split step. Drop the last one."""
         forward = self._dbo_forward()
         if forward is not None:
             forward.observer.recording.request()
 
     def dbo_timeline(self) -> dict[str, Any] | None:
-        """Return the requested timeline, or None if no step was split since; see `Timeline.from_dict`."""
+        """Return the requested timeline, or None if no step was split since the request; see `Timeline.from_dict`."""
         forward = self._dbo_forward()
         timeline = None if forward is None else forward.observer.recording.timeline
         return None if timeline is None else timeline.as_dict()
 
     def dbo_cut_at(self, cuts: list[Any] | None) -> None:
-        """Cut every step at these token offsets (those that are possible), whatever the settings say.
+        """Cut every step at these token offsets, as far as possible, whatever the settings say.
 
-        Data parallel ranks take one list each, in rank order, and all of them are given all lists. None returns to the
-        settings. For tests and experiments; with data parallel ranks only while no request runs, because the change
-        would reach them between different steps.
+        Data parallel ranks take one list each, in rank order; each rank gets all lists. None returns to the settings.
+        For tests and experiments. With data parallel ranks, call it only while no request runs, because the change
+        would reach the ranks between different steps.
 
         Raises:
-            SplitError: if data parallel ranks are given one list for all, or a cut is no whole number.
+            SplitError: data parallel ranks got one list for all, or a cut is not a whole number.
         """
         forward = self._dbo_forward()
         if forward is None:
@@ -86,7 +86,7 @@ class WorkerExtension:
             decider.choose_cuts = partial(_keep_possible, cuts)
 
     def dbo_cut_images_at(self, cuts: list[int] | None) -> None:
-        """Cut every batch of images before these (0 is the first), whatever the settings say; None returns to them."""
+        """Cut every batch of images before these (0 is the first), whatever the settings say. None undoes this."""
         encoder = self._dbo_encoder()
         if encoder is not None:
             encoder.choose_cuts = None if cuts is None else partial(_keep_inside, cuts)
@@ -98,14 +98,14 @@ class WorkerExtension:
         return None if last_step is None else last_step._asdict()
 
     def dbo_calibrate(self, path: str = "", budget: float | None = None) -> dict[str, Any] | None:
-        """Measure the costs of ops, plan by them from now on, and write them to *path* if that is given.
+        """Measure the costs of ops, plan by them from now on, and write them to *path* if given.
 
-        Only while no request runs. Returns the errors of the fit, field by field (`calibration.report.Report`), or
+        Call it only while no request runs. Returns the errors of the fit, as fields (`calibration.report.Report`), or
         None if no step of the model is split.
 
         Args:
-            path: of a cost file, on the first rank's host.
-            budget: seconds to take, approximately; as many as at a server's start if not given.
+            path: path of a cost file, on the first rank's host.
+            budget: approximate seconds to take; by default as many as at a server's start.
         """
         served = self._dbo_served()
         if served is None or served.costs is None:
@@ -115,7 +115,7 @@ class WorkerExtension:
     def dbo_predict(self, query_lens: list[int]) -> dict[str, float] | None:
         """Return the predicted seconds of a step of prefills of these lengths, unsplit and split.
 
-        None without costs, or if there is nowhere to cut.
+        None without costs, or if there is no place to cut.
         """
         forward = self._dbo_forward()
         planner = None if forward is None else forward.runtime.planner
@@ -130,12 +130,13 @@ class WorkerExtension:
         return None if isinstance(choice, Decline) else choice.prediction._asdict()
 
     def dbo_configure(self, settings: dict[str, str]) -> None:
-        """Read the settings again from the environment with these on top, such as {"DBO_MODE": "off"}.
+        """Read the settings again from the environment, with these on top, such as {"DBO_MODE": "off"}.
 
-        In force from the next step on. For tests and measurements; with data parallel ranks only while no request runs.
+        Applies from the next step on. For tests and measurements. With data parallel ranks, call it only while no
+        request runs.
 
         Raises:
-            ConfigError: if a setting is unknown, has a value that is not allowed, or is read at start only.
+            ConfigError: a setting is unknown, has a value that is not allowed, or is read at start only.
         """
         config = reread_environment(os.environ, settings)
         served = self._dbo_served()
@@ -168,7 +169,7 @@ def _keep_possible(cuts: list[int], batch: Batch) -> list[int]:
 
 
 def _keep_common(cuts: list[list[int]], tokens: Sequence[int]) -> tuple[tuple[int, ...], ...] | Decline:
-    """Return the tokens of every rank in each micro-batch, as many as every rank has cuts for."""
+    """Return every rank's tokens in each micro-batch, for as many cuts as every rank has."""
     kept = [[cut for cut in own if cut < count] for own, count in zip(cuts, tokens, strict=True)]
     parts = 1 + min(map(len, kept))
     if parts < 2:

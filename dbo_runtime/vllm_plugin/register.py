@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls in every process that it starts: early, repeatedly, and with overlap on or off."""
+"""The entry point that vLLM calls in each of its processes: early, repeatedly, and with overlap on or off."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dbo_runtime.config import ENABLE, is_enabled, read_environment
 def register() -> None:
     """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing heavy.
 
-    Imports are late for that reason, and in order: a module of the plugin may rely on names of a known vLLM only.
+    Imports are late for that reason, and ordered: a module of the plugin may rely on names of a known vLLM version
+    only.
 
     Raises:
-        ConfigError: for a setting that is not allowed, or a folder for traces that cannot be written to. It ends
-            vLLM's start, so that the user sees it.
+        ConfigError: a setting is not allowed, or the folder for traces cannot be written to. It ends vLLM's start, so
+            that the user sees it.
     """
     if ENABLE not in os.environ:
         return

@@ -93,7 +93,7 @@ def test_the_command_tries_it_and_shows_its_schedule(site: Path) -> None:
     ("words", "said"),
     [
         ("attention", "'attention' is not OP=MS, such as attention=3.5."),
-        ("attention=-1", "'attention=-1' takes no such time; write 0 or more ms."),
+        ("attention=-1", "'attention=-1' must have a time of 0 or more ms."),
         ("attn=3", "no op is named 'attn'; there are attention, attn_add, "),
     ],
 )

@@ -334,13 +334,13 @@ def test_folding_puts_the_side_lane_on_compute_but_for_the_ops_that_are_kept() -
 @pytest.mark.parametrize(
     ("declared", "says"),
     [
-        ({"outputs": -1}, r"outputs=-1; they are from 0 to 1000"),
-        ({"outputs": 1001}, r"outputs=1001; they are from 0 to 1000"),
-        ({"outputs": True}, r"outputs=True; they are from 0 to 1000"),
-        ({"exclusive": []}, r"exclusive=\[\]; it is a name or None"),
-        ({"communicator": 1}, r"communicator=1; it is a name or None"),
-        ({"overwrites": ["x"]}, r"overwrites=\['x'\]; they are a tuple of values"),
-        ({"overwrites": ("x",)}, r"overwrites=\('x',\); they are a tuple of values"),
+        ({"outputs": -1}, r"outputs=-1; it must be from 0 to 1000"),
+        ({"outputs": 1001}, r"outputs=1001; it must be from 0 to 1000"),
+        ({"outputs": True}, r"outputs=True; it must be from 0 to 1000"),
+        ({"exclusive": []}, r"exclusive=\[\]; it must be a name or None"),
+        ({"communicator": 1}, r"communicator=1; it must be a name or None"),
+        ({"overwrites": ["x"]}, r"overwrites=\['x'\]; it must be a tuple of values"),
+        ({"overwrites": ("x",)}, r"overwrites=\('x',\); it must be a tuple of values"),
     ],
 )
 def test_what_is_declared_of_an_op_has_the_type_that_it_takes(

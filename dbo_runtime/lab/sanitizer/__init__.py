@@ -1,1 +1,1 @@
-"""Watch a schedule while it runs: what DBO_CHECK=races does, and what the verification of adapters asks of each op."""
+"""Watch a schedule while it runs, for DBO_CHECK=races and for the verification of adapters."""

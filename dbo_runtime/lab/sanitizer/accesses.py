@@ -1,7 +1,8 @@
-"""Whether accesses to values are ordered: by vector clocks of what lanes were really told, not of a schedule.
+"""Check that accesses to values are ordered, by vector clocks of what lanes really did, not of what a schedule says.
 
-Two accesses to one thing conflict unless both only read it. Of a conflicting pair the first must be ordered before the
-second by its lane or a chain of records and waits (Lamport 1978; as in FastTrack, Flanagan and Freund 2009).
+Two accesses to one thing conflict unless both only read it. The first access of a conflicting pair must be ordered
+before the second by its lane or by a chain of records and waits (Lamport 1978; as in FastTrack, Flanagan and Freund
+2009).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Clock = dict[str, int]
 
 
 class Kind(Enum):
-    """What an op does to a value."""
+    """An op's kind of access to a value."""
 
     WRITE = "writes"
     READ = "reads"
@@ -24,7 +25,7 @@ class Kind(Enum):
 
 
 class Access(NamedTuple):
-    """One access, and when: as op number *number* of its lane. *by* names the op."""
+    """One access by op number *number* of its lane. *by* names the op."""
 
     kind: Kind
     by: str
@@ -33,10 +34,10 @@ class Access(NamedTuple):
 
 
 class Accesses:
-    """The clocks of all lanes in one run, and all accesses so far.
+    """All lanes' clocks in one run, and all accesses so far.
 
     Args:
-        lanes: the first one is the caller's, which everything begins on.
+        lanes: names of the lanes. The first one is the caller's, on which everything begins.
     """
 
     def __init__(self, lanes: tuple[str, ...]) -> None:
@@ -46,7 +47,7 @@ class Accesses:
         self._accesses: dict[Hashable, list[Access]] = defaultdict(list)
 
     def has_begun(self, lane: str) -> bool:
-        """Return whether a lane is ordered after the beginning of the run."""
+        """Return whether a lane is ordered after the start of the run."""
         return self._clocks[lane].get(self._first, 0) > 0
 
     def issue(self, lane: str) -> None:
@@ -54,29 +55,29 @@ class Accesses:
         self._clocks[lane][lane] += 1
 
     def record(self, lane: str) -> Clock:
-        """Return what has happened when a lane reaches this point."""
+        """Return the clock of a lane at this point."""
         return dict(self._clocks[lane])
 
     def wait(self, lane: str, event: Clock) -> None:
-        """Order a lane after what had happened at an event."""
+        """Order a lane after the clock of an event."""
         clock = self._clocks[lane]
         for other, count in event.items():
             clock[other] = max(clock.get(other, 0), count)
 
     def add_input(self, key: Hashable) -> None:
-        """Observe a value that the caller wrote before the run."""
+        """Note a value that the caller wrote before the run."""
         self._accesses[key].append(Access(Kind.WRITE, "the caller", self._first, 1))
 
     def add(self, key: Hashable, kind: Kind, by: str, lane: str) -> None:
-        """Observe an access by the op that a lane has just been issued."""
+        """Note an access by the op that was just issued to a lane."""
         self._accesses[key].append(Access(kind, by, lane, self._clocks[lane][lane]))
 
     def list(self, key: Hashable) -> list[Access]:
-        """Return all accesses to a thing, in the order in which they were issued."""
+        """Return all accesses to a thing, in issue order."""
         return self._accesses[key]
 
     def find_unordered(self, key: Hashable, kind: Kind, lane: str) -> Access | None:
-        """Return an earlier access that conflicts with one of this kind and may still go on; None if none does."""
+        """Return an earlier access that conflicts with one of this kind and may still be running; None if none does."""
         clock = self._clocks[lane]
         return next(
             (
@@ -88,6 +89,6 @@ class Accesses:
         )
 
     def find_open_lane(self) -> str | None:
-        """Return a lane whose ops the first lane is not ordered after; None if it is after all of them."""
+        """Return a lane whose ops the first lane is not ordered after; None if there is none."""
         clock = self._clocks[self._first]
         return next((lane for lane, own in self._clocks.items() if clock.get(lane, 0) < own[lane]), None)

@@ -1,4 +1,4 @@
-"""A device on which everything that is issued is watched."""
+"""A device that watches everything issued to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbo_runtime.lab.sanitizer.monitor import Monitor
 
 
 class WatchedEvent:
-    """An event of the other device, and what had happened when it was last recorded."""
+    """An event of the other device, with the clock at its last record."""
 
     __slots__ = ("clock", "event")
 
@@ -34,7 +34,7 @@ class WatchedTask:
         self._number = number
 
     def __call__(self, values: Values) -> None:
-        """Free, run the op, and compare what it did with what it declares."""
+        """Free values, run the op, and compare its effects with its declaration."""
         task, monitor = self._task, self._monitor
         instruction = task.instruction
         for slot in task.frees:
@@ -42,7 +42,7 @@ class WatchedTask:
         try:
             for slot in task.reads:
                 if isinstance(values[slot], Freed):
-                    monitor.fail(instruction, f"it reads what is gone: {values[slot].what}")
+                    monitor.fail(instruction, f"it reads a freed value: {values[slot].what}")
             call = OpCall(instruction.op, [values[slot] for slot in task.reads])
             with monitor.run(instruction):
                 task.run(values)
@@ -69,7 +69,7 @@ class WatchedTask:
 
 
 class WatchedLane:
-    """A lane of the other device, all of whose launches, records and waits the monitor sees."""
+    """A lane of the other device. The monitor sees all its launches, records and waits."""
 
     def __init__(self, name: str, lane: Lane, monitor: Monitor) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class WatchedLane:
         self._lane.launch(self._watch(task), values)
 
     def measure(self, task: Task, values: Values, observe: Observe) -> None:
-        """Check the op, and measure it with what is checked while it runs."""
+        """Check the op, and measure it, including the checks made while it runs."""
         self._lane.measure(self._watch(task), values, observe)
 
     def record(self, event: WatchedEvent) -> None:
@@ -95,10 +95,10 @@ class WatchedLane:
         self._monitor.wait(self.name, event.clock)
 
     def get_direct_calls(self) -> None:
-        """Return None: each op is launched, to be seen."""
+        """Return None: each op must be launched to be seen."""
 
     def _watch(self, task: Task) -> WatchedTask:
-        bound = cast("BoundOp", task)  # executors launch nothing else
+        bound = cast("BoundOp", task)  # executors launch only bound ops
         return WatchedTask(bound, self._monitor, self._monitor.issue(bound))
 
 
@@ -110,7 +110,7 @@ class SanitizingDevice(SerialDevice):
         self._monitor = monitor
 
     def open_lanes(self, names: Sequence[str]) -> list[Lane]:
-        """Return the first lane of the other device, watched, as often as there are names."""
+        """Return the first lane of the other device, watched, once per name."""
         lanes = super().open_lanes(names)
         return [WatchedLane(name, lane, self._monitor) for name, lane in zip(names, lanes, strict=True)]
 
@@ -124,23 +124,23 @@ class SanitizingDevice(SerialDevice):
         self._monitor.begin()
 
     def release_to_caller(self, values: Iterable[Any]) -> None:
-        """Release values of the other device, as tuples for each micro-batch.
+        """Release values of the other device, given as one tuple per micro-batch.
 
         Raises:
-            SanitizerError: if one of them was freed.
+            SanitizerError: one of the values was freed.
         """
         outputs = list(values)
         for micro_batch, given in enumerate(outputs):
             for value in given:
                 if isinstance(value, Freed):
-                    raise SanitizerError(f"micro-batch {micro_batch} returns what is gone: {value.what}.")
+                    raise SanitizerError(f"micro-batch {micro_batch} returns a freed value: {value.what}.")
         super().release_to_caller(outputs)
 
     def finish(self) -> None:
-        """End a run, wait for it, and raise what was found in it.
+        """End a run, wait for it, and raise the faults found in it.
 
         Raises:
-            SanitizerError: if a lane may still be running, or an op changed what it only reads.
+            SanitizerError: a lane may still be running, or an op changed a value that it only reads.
         """
         self._monitor.finish()
         super().finish()

@@ -1,4 +1,4 @@
-"""What one call of an op did to memory, compared with what the op declares."""
+"""The effects of one op call on memory, compared with the op's declaration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dbo_runtime.lab.sanitizer.memory import Change, copy_tensors, find_change, 
 
 
 class Held(NamedTuple):
-    """A value that is in use elsewhere while an op runs, and what an error calls it."""
+    """A value in use elsewhere while an op runs, with its name in errors."""
 
     name: str
     value: Any
@@ -22,24 +22,24 @@ class OpCall:
     """A call of an op that is about to be made.
 
     Args:
-        op: that is called.
-        reads: the values that it reads, in order.
+        op: the op to be called.
+        reads: the values it reads, in order.
     """
 
     def __init__(self, op: Op, reads: Sequence[Any]) -> None:
         self._op = op
-        self._kept = {  # by value, since an op may read one twice
+        self._kept = {  # keyed by value, because an op may read one twice
             value: (item, copy_tensors(item))
             for value, item in zip(op.reads, reads, strict=True)
             if value not in op.overwrites
         }
 
     def find_changes(self) -> list[tuple[Value, Change]]:
-        """Return, after the call, whether it changed each value that it declares only to read."""
+        """Return, after the call, whether it changed each value that it declares only as read."""
         return [(value, find_change(item, copies)) for value, (item, copies) in self._kept.items()]
 
     def find_shared(self, results: Sequence[Any], others: Iterable[Held] = ()) -> str | None:
-        """Return which result has memory that it must not have, or None.
+        """Return a message about a result that shares memory without permission, or None.
 
         Args:
             results: the values that the op wrote, in order.
@@ -64,5 +64,5 @@ class OpCall:
 
 
 def describe_change(value: Value) -> str:
-    """Return what an error says of an op that changed a value that it only reads."""
+    """Return the error message for an op that changed a value it only reads."""
     return f"it changed {value}, which it declares only to read: name {value} in `overwrites`, or change a copy"

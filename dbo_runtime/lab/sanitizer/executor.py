@@ -1,4 +1,4 @@
-"""Issues a schedule, and watches everything that it does."""
+"""Issues a schedule, and watches everything it does."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dbo_runtime.lab.sanitizer.monitor import Monitor
 
 
 class SanitizedExecutor(Executor):
-    """Runs one schedule by the plain loop on a watched device, whose lanes all are the first lane of *device*.
+    """Runs one schedule by the plain loop on a watched device. All its lanes are the first lane of *device*.
 
-    What is ordered is told by clocks, not by what happens to run first, so nothing has to run at the same time; and a
-    fault is reported that would crash two kernels that share memory.
+    Clocks tell what is ordered, not the order in which things happen to run, so nothing has to run at the same time. A
+    fault that would crash two kernels sharing memory is reported instead.
 
-    `run` raises SanitizerError, besides what `Executor.run` raises, if an op or what issued it did at run time what it
-    did not declare, or what nothing orders:
+    `run` raises SanitizerError, in addition to the errors of `Executor.run`, for undeclared or unordered behaviour of
+    an op or of the code that issued it:
 
     - a value is read before it is written, after it is freed or overwritten, or while the op that writes it may run;
     - a value is freed or overwritten while an op that uses it may run, on any lane that may own its memory;
     - an op changed a value that it declares only to read (bit for bit), or returned memory of a value in use;
-    - a collective is not the one that ranks agreed on, or `ordered` and `exclusive` ops may run in another order or
-      at the same time;
+    - a collective is not the one that ranks agreed on, or `ordered` and `exclusive` ops may run in another order or at
+      the same time;
     - a lane may still be running when the run ends;
-    - an op on another lane than `compute` reads the forward context (where that is given to `check_context`).
+    - an op on another lane than `compute` reads the forward context (if that is given to `check_context`).
 
-    Freed memory is filled with NaN, so that a use that nothing here sees gives results that a comparison notices.
+    Freed memory is filled with NaN, so that a use which nothing here sees gives results that a comparison notices.
     """
 
     is_serial = True
@@ -36,14 +36,14 @@ class SanitizedExecutor(Executor):
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
         self._monitor = Monitor(schedule)
         sanitizing = SanitizingDevice(device, self._monitor)
-        super().__init__(schedule, sanitizing, EventTable(sanitizing))  # not *events*: these have clocks
+        super().__init__(schedule, sanitizing, EventTable(sanitizing))  # not *events*, because these have clocks
         self.check_context = self._check_context
 
     def _check_context(self, name: str) -> None:
-        """Check that what the calling thread runs may read the forward context; between ops it may.
+        """Check that the code running on this thread may read the forward context. Code between ops may.
 
         Raises:
-            SanitizerError: if it is an op of another lane than `compute`.
+            SanitizerError: it is an op of another lane than `compute`.
         """
         running = self._monitor.running
         if running is not None and running.op.lane != COMPUTE:

@@ -1,6 +1,6 @@
-"""The memory of values: tensors of any library that has torch's methods, alone or in tuples, lists and dicts.
+"""The memory of values: tensors of any library with torch's methods, alone or in tuples, lists and dicts.
 
-Addresses are compared and never read, so tensors may be on any device.
+Addresses are compared but never read, so tensors may be on any device.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _OWN_REFERENCES = (
-    3  # to a tensor that only a slot holds: its container, the local name here, and getrefcount's argument
+    3  # references to a tensor that only a slot holds: its container, the local name here, getrefcount's argument
 )
 
 
 class Freed:
-    """Takes the place of a value that was freed: whatever an op does with it raises.
+    """Replaces a freed value. Anything that an op does with it raises.
 
     Args:
-        what: names the value, and what freed it.
+        what: description of the value, and of the op that freed it.
     """
 
     def __init__(self, what: str) -> None:
@@ -49,28 +49,28 @@ def copy_tensors(value: Any) -> list[Any]:
 
 
 class Change(NamedTuple):
-    """Whether tensors differ bit for bit from copies made before, as scalars of their devices."""
+    """Whether tensors differ bit for bit from earlier copies, as scalars on their devices."""
 
     flags: list[Any]
 
     def __bool__(self) -> bool:
-        """Wait for the devices, and return whether any differs."""
+        """Wait for the devices, and return whether any tensor differs."""
         return any(bool(flag) for flag in self.flags)
 
 
 def find_change(value: Any, copies: list[Any]) -> Change:
-    """Compare the tensors in a value with copies of them. NaN is the same as NaN. Does not wait for a device."""
+    """Compare the tensors in a value with copies of them. NaN equals NaN. Does not wait for a device."""
     flags = []
     for tensor, copy in zip(list_tensors(value), copies, strict=True):
         differs = tensor != copy
         if tensor.is_floating_point():
-            differs = differs & ~((tensor != tensor) & (copy != copy))  # only NaN is not itself
+            differs = differs & ~((tensor != tensor) & (copy != copy))  # only NaN differs from itself
         flags.append(differs.any())
     return Change(flags)
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    """Return whether a tensor in one value has an element at an address of an element in the other."""
+    """Return whether a tensor in one value has an element at the address of an element in the other."""
     theirs = [_describe(tensor) for tensor in list_tensors(other) if tensor.numel()]
     return any(
         np.shares_memory(_describe(tensor), layout)
@@ -81,10 +81,10 @@ def share_memory(one: Any, other: Any) -> bool:
 
 
 def poison(holder: list[Any]) -> None:
-    """Fill the tensors of a value with NaN that nothing but the only item of *holder* refers to.
+    """Fill the tensors of a value with NaN if only the single item of *holder* refers to them.
 
-    Others stay: what a module keeps, too, is not freed memory. Integers stay as well: as indices they could make a
-    kernel read anywhere.
+    Other tensors stay: memory that a module also keeps is not freed. Integers stay, too: as indices, other values could
+    make a kernel read anywhere.
     """
     (value,) = holder
     if not hasattr(value, "untyped_storage") or not value.is_floating_point() or not value.numel():
@@ -96,14 +96,14 @@ def poison(holder: list[Any]) -> None:
 
 
 def _count_users(tensor: Any) -> tuple[int, int] | None:
-    """Return how often a tensor's storage is referred to, in Python and in all; None where torch does not tell."""
+    """Return the number of references to a tensor's storage, in Python and in all; None if torch does not tell."""
     count = getattr(getattr(sys.modules.get("torch"), "_C", None), "_storage_Use_Count", None)
-    storage = tensor.untyped_storage()  # the same object as long as one is kept
+    storage = tensor.untyped_storage()  # the same object as long as a reference is kept
     return None if count is None else (sys.getrefcount(storage), int(count(storage._cdata)))
 
 
 def _describe(tensor: Any) -> Any:
-    """Return a NumPy array at the same addresses: only these are used, so the memory may be on a device."""
+    """Return a NumPy array at the same addresses. Only addresses are used, so the memory may be on a device."""
     size = tensor.element_size()
 
     class Layout:

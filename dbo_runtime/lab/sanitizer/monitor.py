@@ -1,4 +1,4 @@
-"""What happens in one run of a schedule, and whether each op may do what it is about to do."""
+"""Tracks one run of a schedule, and checks whether each op may do what it is about to do."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dbo_runtime.lab.sanitizer.memory import Change
 
 
 class Monitor:
-    """Watches what lanes are told, and which op each thread runs.
+    """Watches the commands to lanes, and the op that each thread runs.
 
     Args:
-        schedule: that is run. Of it only the programs are relied on, and the order of collectives, which ranks have
-            agreed on.
+        schedule: the schedule that runs. The monitor relies only on its programs, and on the order of collectives that
+            ranks agreed on.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -57,21 +57,23 @@ class Monitor:
 
     @property
     def running(self) -> Instruction | None:
-        """What this thread is running; None between ops."""
+        """The instruction that this thread is running; None between ops."""
         return getattr(self._thread, "instruction", None)
 
     def issue(self, task: BoundOp) -> int:
-        """Check an op that is about to be launched, and return its number in this run.
+        """Check an op that is about to be launched. Return its number in this run.
 
         Raises:
-            SanitizerError: if what it accesses is not there, or not ordered before it.
+            SanitizerError: a value that it accesses is missing, or not ordered before it.
         """
         instruction, op = task.instruction, task.instruction.op
         self._check_turn(instruction)
         for slot in task.frees:
             self._check_free(instruction, slot)
         if not self._accesses.has_begun(op.lane):
-            self.fail(instruction, "its lane may still be in what came before the run: it has waited for nothing of it")
+            self.fail(
+                instruction, "its lane may still run work from before the run: no fork or wait orders it after that"
+            )
         self._accesses.issue(op.lane)
         self._issued += 1
         overwrites = {task.reads[op.reads.index(value)] for value in op.overwrites}
@@ -87,7 +89,7 @@ class Monitor:
         return self._issued
 
     def record(self, lane: str) -> Clock:
-        """Return what has happened when *lane* reaches this point."""
+        """Return the clock of *lane* at this point."""
         return self._accesses.record(lane)
 
     def wait(self, lane: str, event: Clock) -> None:
@@ -95,15 +97,15 @@ class Monitor:
         self._accesses.wait(lane, event)
 
     def is_overwritten(self, slot: int, number: int) -> bool:
-        """Return whether an op that was issued before op *number* has overwritten the value in a slot."""
+        """Return whether an op issued before op *number* has overwritten the value in a slot."""
         return self._overwritten.get(slot, number) < number
 
     @contextmanager
     def run(self, instruction: Instruction) -> Iterator[None]:
-        """Observe within the context that this thread runs an op.
+        """Mark, within the context, that this thread runs an op.
 
         Raises:
-            SanitizerError: if it is not the next collective of its communicator that ranks have agreed on.
+            SanitizerError: it is not the collective that ranks agreed on as the next one of its communicator.
         """
         communicator = instruction.op.communicator
         if communicator is not None:
@@ -123,14 +125,14 @@ class Monitor:
             self._thread.instruction = None
 
     def note_change(self, instruction: Instruction, value: Value, change: Change) -> None:
-        """Keep what says whether an op changed a value, for the end of the run: devices are not waited for before."""
+        """Keep a check for changes until the end of the run, because devices are not waited for earlier."""
         self._changes.append((instruction, value, change))
 
     def finish(self) -> None:
         """Check the end of a run.
 
         Raises:
-            SanitizerError: if an op was not issued, or a lane may still be running.
+            SanitizerError: an op was not issued, or a lane may still be running.
         """
         for micro_batch, (position, program) in enumerate(zip(self._positions, self._schedule.programs, strict=True)):
             if position < len(program.ops):
@@ -143,16 +145,16 @@ class Monitor:
             )
 
     def take_changes(self) -> list[tuple[Instruction, Value, Change]]:
-        """Return what was noted of values that ops only read, once."""
+        """Return the kept checks of values that ops only read, and forget them."""
         changes, self._changes = self._changes, []
         return changes
 
     def fail(self, instruction: Instruction, what: str) -> NoReturn:
-        """Raise a SanitizerError that names an op, its micro-batch and its line."""
+        """Raise a SanitizerError that names the op, its micro-batch and its line."""
         raise SanitizerError(f"{describe(instruction)}: {what}.")
 
     def name(self, slot: int) -> str:
-        """Return what errors call the value in a slot."""
+        """Return the name of a slot's value in errors."""
         micro_batch, value = self._names[slot]
         return f"{value} of micro-batch {micro_batch}"
 
@@ -191,7 +193,7 @@ class Monitor:
                     f"{name} is freed before it, while {access.by}, which {access.kind.value} it, may still run: lane "
                     f"{lane!r} is not ordered after that op",
                 )
-        self._accesses.add(slot, Kind.FREE, f"what is freed before {instruction.label}", instruction.op.lane)
+        self._accesses.add(slot, Kind.FREE, f"the free before {instruction.label}", instruction.op.lane)
 
     def _access(self, instruction: Instruction, key: object, kind: Kind, name: str) -> None:
         access = self._accesses.find_unordered(key, kind, instruction.op.lane)
@@ -204,7 +206,7 @@ class Monitor:
         self._accesses.add(key, kind, instruction.label, instruction.op.lane)
 
     def _check_shared(self, instruction: Instruction) -> None:
-        """Check what the op shares with others besides values: what it holds, communicates by, and is ordered among."""
+        """Check an op's shared resources besides values: its exclusive buffer, its communicator and its order."""
         op = instruction.op
         if op.exclusive is not None:
             name = f"{op.exclusive!r}, held exclusively,"
@@ -217,7 +219,7 @@ class Monitor:
             self._check_ordered(instruction)
 
     def _check_ordered(self, instruction: Instruction) -> None:
-        """Check that the same op of all earlier micro-batches is ordered before."""
+        """Check that the same op of all earlier micro-batches is ordered before this one."""
         micro_batch, op = instruction.issue.micro_batch, instruction.op
         for earlier in range(micro_batch):
             labels = {other.label for other in self._schedule.programs[earlier].ops if other.ordered}

@@ -1,1 +1,1 @@
-"""A cluster that serves: step times of the planner turned into requests a second at a service level."""
+"""Simulate a serving cluster: turn the planner's step times into requests per second at a service level."""

@@ -1,4 +1,4 @@
-"""What `dbo simulate` prints: requests a second at a service level, unsplit and with overlap."""
+"""The output of `dbo simulate`: requests per second at a service level, unsplit and with overlap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = "", "requests/s", "TTFT s", "TPOT ms"
 
 
 def describe_comparison(name: str, chips: str, scenario: Scenario, comparison: Comparison) -> str:
-    """Return the comparison for a reader; figures are medians over the seeds, with the range."""
+    """Return the comparison as text. Figures are medians over the seeds, with the range."""
     level, layout, workload = scenario.level, scenario.layout, scenario.workload
     quantile = f"P{level.quantile * 100:g}"
     limits = [f"{quantile} TTFT {level.ttft:g} s"] + [f"TPOT {level.tpot * 1e3:g} ms"] * (workload.output > 1)
@@ -34,7 +34,7 @@ def describe_comparison(name: str, chips: str, scenario: Scenario, comparison: C
 
 
 def list_comparison(name: str, scenario: Scenario, comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison for a program; a range is low, median and high over the seeds."""
+    """Return the comparison as data. A range is low, median and high over the seeds."""
     gain = comparison.gain
     return {
         "case": name,

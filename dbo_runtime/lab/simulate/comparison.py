@@ -1,4 +1,4 @@
-"""An instance unsplit against the same instance with overlap, on the same requests, for several seeds."""
+"""Compare an instance without overlap and with it, on the same requests, for several seeds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dbo_runtime.lab.whatif.ranges import Range
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is served, by what, and how well.
+    """The scenario to simulate: requests, instance and service level.
 
     Attributes:
         workload: the requests.
         layout: the instance.
         disturbances: stragglers and uneven experts.
         level: the service level.
-        requests: how many are served in a run.
+        requests: number of requests served in a run.
     """
 
     workload: Workload
@@ -36,48 +36,48 @@ class Scenario:
 
 
 class Trial(NamedTuple):
-    """What one seed showed: the capacity unsplit and with overlap."""
+    """The result of one seed: the capacity without and with overlap."""
 
     unsplit: Capacity
     overlapped: Capacity
 
 
 class Comparison(NamedTuple):
-    """All seeds.
+    """The results of all seeds.
 
     Attributes:
-        trials: one for each seed.
+        trials: one result per seed.
     """
 
     trials: tuple[Trial, ...]
 
     @property
     def unsplit(self) -> Range:
-        """Requests a second, unsplit: the median over the seeds, and the range."""
+        """Requests per second without overlap: the median over the seeds, and the range."""
         return _span([trial.unsplit.rate for trial in self.trials])
 
     @property
     def overlapped(self) -> Range:
-        """The same with overlap."""
+        """Requests per second with overlap: the median over the seeds, and the range."""
         return _span([trial.overlapped.rate for trial in self.trials])
 
     @property
     def gain(self) -> Range | None:
-        """How many times as many requests a second, seed by seed; None if there is a seed with which none is served."""
+        """Ratio of requests per second, seed by seed; None if a seed serves no request."""
         if not all(trial.unsplit.rate for trial in self.trials):
             return None
         return _span([trial.overlapped.rate / trial.unsplit.rate for trial in self.trials])
 
 
 def run_once(scenario: Scenario, pricer: StepPricer, seed: int, rate: float) -> Verdict:
-    """Return what requests get at *rate* a second."""
+    """Return the service that requests get at *rate* per second."""
     requests = draw_requests(scenario.workload, rate, scenario.requests, seed)
     outcome = serve(requests, scenario.layout, pricer, scenario.disturbances, seed + 1)
     return scenario.level.judge(outcome)
 
 
 def estimate_throughput(workload: Workload, layout: Layout, pricer: StepPricer) -> float:
-    """Return about how many requests a second the instance can do, in full steps of prefills and of decodes."""
+    """Estimate the requests per second that the instance can serve, from full steps of prefills and of decodes."""
     prefill = pricer.price(layout.budget, 0)[0] / layout.budget * workload.prompt
     decode = pricer.price(0, layout.sequences)[0] / layout.sequences * (workload.output - 1)
     return layout.ranks / (prefill + decode)
@@ -86,7 +86,7 @@ def estimate_throughput(workload: Workload, layout: Layout, pricer: StepPricer) 
 def compare_capacity(
     scenario: Scenario, unsplit: StepPricer, overlapped: StepPricer, seeds: Sequence[int]
 ) -> Comparison:
-    """Return the most requests a second within the service level, unsplit and with overlap, for each seed."""
+    """Return the most requests per second within the service level, without and with overlap, for each seed."""
     start = estimate_throughput(scenario.workload, scenario.layout, unsplit)
     return Comparison(
         tuple(

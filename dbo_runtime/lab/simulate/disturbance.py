@@ -1,4 +1,4 @@
-"""What makes steps longer than planned: ranks that are slow now and then, and experts that get uneven loads."""
+"""Causes of steps longer than planned: ranks that are slow at times, and uneven loads of experts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dbo_runtime.errors import ConfigError
 
 
 class Disturbance(NamedTuple):
-    """What happens in one step.
+    """The disturbance of one step.
 
     Attributes:
-        slowdown: by which factor the slowest rank is late; all wait for it.
-        imbalance: where between even and the most uneven load experts are, from 0 to 1.
+        slowdown: factor by which the slowest rank is late; all ranks wait for it.
+        imbalance: position between even and most uneven load of experts, from 0 to 1.
     """
 
     slowdown: float
@@ -24,14 +24,14 @@ class Disturbance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Disturbances:
-    """How often, and how much.
+    """The frequency and size of disturbances.
 
     Attributes:
         chance: probability that a rank is slow in a step.
-        slowdown: by which factor it is.
+        slowdown: factor by which a slow rank is slower.
 
     Raises:
-        ConfigError: if the chance is not from 0 to 1, or the factor below 1.
+        ConfigError: the chance is not from 0 to 1, or the factor is below 1.
     """
 
     chance: float = 0.0
@@ -44,9 +44,11 @@ class Disturbances:
             raise ConfigError(f"stragglers: slowdown is {self.slowdown:g}; a factor is from 1 to 100.")
 
     def draw(self, ranks: int, seed: int) -> Iterator[Disturbance]:
-        """Yield what happens in each step of *ranks* ranks: some rank is slow with 1 - (1 - chance) ** ranks.
+        """Yield the disturbance of each step of *ranks* ranks.
 
-        Imbalance is uniform between even load and the most uneven one.
+        Some rank is slow with probability 1 - (1 - chance) ** ranks.
+
+        The imbalance is uniform between even and most uneven load.
         """
         draws = random.Random(seed)
         some = 1 - (1 - self.chance) ** ranks

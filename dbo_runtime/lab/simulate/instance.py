@@ -1,7 +1,7 @@
-"""A serving instance as a discrete-event simulation: data parallel ranks that run their steps together.
+"""A discrete-event simulation of a serving instance: data parallel ranks that run their steps together.
 
-Experts are spread over all ranks, so a step of one waits for all others: it takes what the busiest rank's takes, and
-more if a rank is late. Requests go to the rank that has fewest.
+Experts are spread over all ranks, so each rank's step waits for the others. A step takes as long as on the busiest
+rank, and longer if a rank is late. A request goes to the rank with the fewest requests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """An instance.
+    """A serving instance.
 
     Attributes:
-        ranks: data parallel ranks, over which experts are spread.
+        ranks: number of data parallel ranks that experts are spread over.
         budget: most tokens of a rank in a step, `max_num_batched_tokens`.
-        sequences: most sequences of a rank, `max_num_seqs` or what memory has room for.
+        sequences: most sequences of a rank, `max_num_seqs` or the number that fits into memory.
     """
 
     ranks: int
@@ -36,14 +36,14 @@ class Layout:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run showed.
+    """The result of a run.
 
     Attributes:
         served: all requests, in order of arrival.
-        seconds: until the last one was done.
+        seconds: time until the last request was done.
         busy: seconds in which steps ran.
-        steps: how many.
-        population_seconds: integral over time of the requests in the system, which Little's law is about.
+        steps: number of steps.
+        population_seconds: integral over time of the number of requests in the system, for Little's law.
     """
 
     served: list[Served] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Outcome:
 def serve(
     requests: Sequence[Request], layout: Layout, pricer: StepPricer, disturbances: Disturbances, seed: int
 ) -> Outcome:
-    """Return what happens to *requests* on an instance of which steps take what *pricer* says."""
+    """Serve *requests* on an instance whose step times come from *pricer*, and return the outcome."""
     import simpy
 
     environment, outcome = simpy.Environment(), Outcome()
@@ -89,7 +89,7 @@ class _Engine:
         self._prices: dict[Load, tuple[float, float]] = {}
 
     def arrive(self, requests: Sequence[Request]) -> Generator[Any, Any, None]:
-        """Queue each request on the rank that has fewest, when it arrives."""
+        """Queue each request, when it arrives, on the rank with the fewest requests."""
         for request in requests:
             if request.arrival > self._environment.now:
                 yield self._environment.timeout(request.arrival - self._environment.now)
@@ -101,7 +101,7 @@ class _Engine:
             self._arrived = self._environment.event()
 
     def run(self, count: int) -> Generator[Any, Any, None]:
-        """Run steps until *count* requests are done; without work, wait for the next arrival."""
+        """Run steps until *count* requests are done. Without work, wait for the next arrival."""
         left = count
         while left:
             loads = {rank.fill() for rank in self._ranks}
@@ -116,9 +116,9 @@ class _Engine:
             self._outcome.seconds = self._environment.now
 
     def _repeat(self, loads: Collection[Load]) -> Generator[Any, Any, bool]:
-        """Run the steps of decodes only that are alike, up to the one before the first decode ends.
+        """Run the equal steps that only have decodes, up to the one before the first decode ends.
 
-        Return whether a request came meanwhile, after which steps are not alike any more.
+        Return whether a request arrived meanwhile, which makes later steps different.
         """
         if any(load.prefill_tokens for load in loads):
             return False
@@ -130,7 +130,7 @@ class _Engine:
         return False
 
     def _time_step(self, loads: Collection[Load]) -> simpy.Timeout:
-        """Count a step, and return the time that it takes: that of the busiest rank, or more if one is late."""
+        """Count a step, and return its duration: that of the busiest rank, or longer if a rank is late."""
         happening = next(self._disturbances)
         share = happening.imbalance
         planned = max((1 - share) * even + share * uneven for even, uneven in map(self._price, loads))
@@ -144,7 +144,7 @@ class _Engine:
         return self._prices[load]
 
     def _count_population(self) -> None:
-        """Add the requests in the system since the last change of their number, before it changes again."""
+        """Add the requests in the system since their number last changed. Called before it changes again."""
         elapsed = self._environment.now - self._counted_at
         self._outcome.population_seconds += elapsed * sum(rank.population for rank in self._ranks)
         self._counted_at = self._environment.now

@@ -1,6 +1,6 @@
-"""Simulates several ranks that meet in collectives: which rank waits for which, for how long, and whether for ever.
+"""Simulates several ranks that meet in collectives: which ranks wait for which, how long, and whether forever.
 
-Nothing is proved here. `dbo_runtime.ir.ranks` proves, and the tests compare the two.
+Nothing is proved here. `dbo_runtime.ir.ranks` proves; tests compare the two.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _SHOWN = 12  # instructions shown on either side of an error
 def simulate_ranks(
     schedules: Sequence[Schedule], duration: RankOpDuration, groups: Groups | None = None
 ) -> tuple[Timeline, ...]:
-    """Return when each op of each rank would run if it took *duration(rank, instruction)* seconds; no op is run.
+    """Return when each op of each rank would run if it took *duration(rank, instruction)* seconds. No op runs.
 
     Each rank has a host, which issues in order and without delay, and lanes, which run in order. An instruction on
-    `compute` and a `host_sync` instruction block the host until they have ended, as on the strictest device. A
-    collective starts when all ranks of its group have reached it, and takes the longest of their durations.
+    `compute` and a `host_sync` instruction block the host until they end, as on the strictest device. A collective
+    starts when all ranks of its group have reached it, and takes the longest of their durations.
 
     Raises:
-        ScheduleError: if ranks meet in different collectives, wait for each other for ever, or for an event that is
-            not recorded; with what each rank waits for, and the table of the first that is stuck.
+        ScheduleError: ranks meet in different collectives, wait for each other forever, or wait for an event that is
+            not recorded. The message says what each rank waits for, and shows the table of the first rank that is
+            stuck.
     """
     for rank, schedule in enumerate(schedules):
         _check_recorded(rank, schedule)
@@ -46,7 +47,7 @@ def simulate_ranks(
 
 
 class _Collectives:
-    """The collectives of all ranks: ranks meet in one for each communicator, group, and turn on that communicator."""
+    """The collectives of all ranks. Ranks meet in one per communicator, group, and turn on the communicator."""
 
     def __init__(self, schedules: Sequence[Schedule], groups: Groups) -> None:
         self._schedules = schedules
@@ -55,7 +56,7 @@ class _Collectives:
         self._arrived: dict[tuple[str, tuple[int, ...], int], dict[int, int]] = defaultdict(dict)
 
     def meet(self, rank: int, number: int) -> Members | None:
-        """Let a rank reach an instruction; return all that meet in it once the last of them has reached it."""
+        """Let a rank reach an instruction. Once the last rank has reached it, return all ranks that meet in it."""
         if self._schedules[rank].instructions[number].op.communicator is None:
             return run_alone(rank, number)
         group, arrived = self._get_meeting(rank, number)
@@ -64,7 +65,7 @@ class _Collectives:
         return tuple(arrived.items()) if len(arrived) == len(group) else None
 
     def check_end(self, stops: Sequence[int | None]) -> None:
-        """Refuse ranks that cannot go on: each has reached a collective that others of its group have not [ranks]."""
+        """Raise if ranks are stuck: each has reached a collective that other ranks of its group have not [ranks]."""
         stuck = {rank: number for rank, number in enumerate(stops) if number is not None}
 
         def locate(rank: int) -> str:
@@ -80,7 +81,7 @@ class _Collectives:
             _fail(self._schedules[rank], number, f"deadlock: {'; '.join(waits)}")
 
     def _get_meeting(self, rank: int, number: int) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Return the group of a collective, and which of its ranks have reached it, each with its instruction."""
+        """Return the group of a collective, and the ranks that have reached it, each with its instruction."""
         schedule = self._schedules[rank]
         name = str(schedule.instructions[number].op.communicator)
         groups = get_groups(self._groups, name, len(self._schedules))
@@ -108,7 +109,7 @@ def _get_host_release(instruction: Instruction) -> HostRelease:
 
 
 def _count_turns(schedule: Schedule) -> list[int]:
-    """Return which use of its communicator each instruction is, from 1 [instructions]."""
+    """Return, for each instruction, the number of its use of its communicator, from 1 [instructions]."""
     counts: Counter[str | None] = Counter()
     turns = []
     for instruction in schedule.instructions:
@@ -118,7 +119,7 @@ def _count_turns(schedule: Schedule) -> list[int]:
 
 
 def _check_recorded(rank: int, schedule: Schedule) -> None:
-    """Refuse a wait for what has recorded no event by the time the wait is issued."""
+    """Raise for a wait for an event that is not recorded by the time the wait is issued."""
     recorded: set[Issue] = set()
 
     def check(waits: Sequence[Issue], number: int, where: str) -> None:

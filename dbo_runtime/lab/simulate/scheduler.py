@@ -13,13 +13,13 @@ from dbo_runtime.lab.simulate.workload import Request
 
 @dataclass(slots=True)
 class Served:
-    """A request and what became of it; times in seconds.
+    """A request and its progress; times in seconds.
 
     Attributes:
         request: the request.
-        left: prompt tokens that are still to be computed.
-        first: when its first token was there; negative before.
-        last: when its last token was there; negative before.
+        left: number of prompt tokens still to be computed.
+        first: time of its first token; negative before.
+        last: time of its last token; negative before.
     """
 
     request: Request
@@ -34,12 +34,12 @@ class Served:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds from one token to the next; 0 if there is one token only."""
+        """Mean seconds from one token to the next; 0 if there is only one token."""
         return (self.last - self.first) / (self.request.output - 1) if self.request.output > 1 else 0.0
 
 
 class Load(NamedTuple):
-    """What a rank has in a step: tokens of prefills, and decodes."""
+    """The work of a rank in a step: tokens of prefills, and decodes."""
 
     prefill_tokens: int
     decodes: int
@@ -47,15 +47,15 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class RankScheduler:
-    """The queue and the running requests of one data parallel rank, as vLLM's scheduler has them.
+    """The queue and the running requests of one data parallel rank, as in vLLM's scheduler.
 
-    A decode takes part in every step until its last token, so only the step of that is kept.
+    A decode takes part in every step until its last token, so only the number of that step is kept.
 
     Attributes:
         budget: most tokens of a step.
         sequences: most running requests.
-        waiting: requests with prompt tokens left, the oldest first; those that have started are running.
-        decodes: the step in which each decode ends, with a number that orders equal ones.
+        waiting: requests with prompt tokens left, oldest first; those that have started are running.
+        decodes: number of the step in which each decode ends, with a second number that orders equal ones.
     """
 
     budget: int
@@ -67,12 +67,12 @@ class RankScheduler:
 
     @property
     def population(self) -> int:
-        """Requests that have arrived and are not done."""
+        """Number of requests that have arrived and are not done."""
         return len(self.waiting) + len(self.decodes)
 
     @property
     def next_end(self) -> float:
-        """The step in which the next decode ends; infinite if there is none."""
+        """Number of the step in which the next decode ends; infinite if there is none."""
         return self.decodes[0][0] if self.decodes else math.inf
 
     def add(self, served: Served) -> None:
@@ -80,7 +80,7 @@ class RankScheduler:
         self.waiting.append(served)
 
     def fill(self) -> Load:
-        """Choose what the next step computes, and return how much that is."""
+        """Choose the work of the next step, and return its amount."""
         if not self.waiting:
             return Load(0, len(self.decodes))
         left, self._chunks = self.budget - len(self.decodes), []
@@ -94,9 +94,9 @@ class RankScheduler:
         return Load(sum(tokens for _, tokens in self._chunks), len(self.decodes))
 
     def end_step(self, number: int, now: float) -> int:
-        """Account for a step that ended *now*: first tokens of prompts that are computed, and last tokens.
+        """Account for a step that ended at *now*: first tokens of computed prompts, and last tokens.
 
-        Return how many requests are done with it.
+        Return how many requests it completed.
         """
         done = 0
         while self.decodes and self.decodes[0][0] <= number:

@@ -1,4 +1,4 @@
-"""The most requests a second that an instance serves within a service level."""
+"""The most requests per second that an instance serves within a service level."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import NamedTuple
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.simulate.instance import Outcome
 
-WARM_UP = 0.2  # share of the requests, the first ones, that are served but not judged: the instance starts empty
-STEPS = 6  # bisections of the logarithm of the rate, after it is bracketed by a factor of 2: to about 1 %
+WARM_UP = 0.2  # share of first requests that are served but not judged, because the instance starts empty
+STEPS = 6  # bisections of the rate's logarithm, after bracketing it by a factor of 2: to about 1 %
 MOST_DOUBLINGS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """What users are promised.
+    """The service promised to users.
 
     Attributes:
-        ttft, tpot: seconds to the first token, and from one to the next, at most.
-        quantile: of the requests that must have them.
+        ttft, tpot: largest seconds to the first token, and from one token to the next.
+        quantile: share of the requests that must get both.
 
     Raises:
-        ConfigError: if a time is not above zero, or the quantile not between 0 and 1.
+        ConfigError: a time is not above zero, or the quantile is not between 0 and 1.
     """
 
     ttft: float
@@ -38,7 +38,7 @@ class ServiceLevel:
             raise ConfigError(f"service level: quantile is {self.quantile:g}; it is between 0 and 1.")
 
     def judge(self, outcome: Outcome) -> Verdict:
-        """Return what requests got, and whether that is within the level."""
+        """Return the service that requests got, and whether it is within the level."""
         judged = outcome.served[int(len(outcome.served) * WARM_UP) :]
         ttft = compute_quantile([each.ttft for each in judged], self.quantile)
         tpot = compute_quantile([each.tpot for each in judged], self.quantile)
@@ -46,7 +46,7 @@ class ServiceLevel:
 
 
 class Verdict(NamedTuple):
-    """Seconds at the quantile of a service level, and whether they are within it."""
+    """Seconds at a service level's quantile, and whether they are within the level."""
 
     ttft: float
     tpot: float
@@ -54,11 +54,11 @@ class Verdict(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """The most requests a second within a service level, and what requests get then.
+    """The most requests per second within a service level, and the service at this rate.
 
     Attributes:
-        rate: requests a second; 0 if not even a lone request is served within the level.
-        verdict: at that rate.
+        rate: requests per second; 0 if not even a lone request is served within the level.
+        verdict: the service at that rate.
     """
 
     rate: float
@@ -66,17 +66,17 @@ class Capacity(NamedTuple):
 
 
 def find_capacity(run: Callable[[float], Verdict], start: float) -> Capacity:
-    """Return the largest rate at which *run* says that the level holds, by bisection between a rate that does and not.
+    """Return the largest rate that *run* judges within the level, by bisection between one that is and one that is not.
 
-    The level is taken to hold at all smaller rates, too, which chance can break by a request or two. If it does not
-    hold at a thousandth of *start* either, the rate is 0.
+    All smaller rates are taken to be within the level, too; chance can break this by a request or two. If a thousandth
+    of *start* is not within the level either, the rate is 0.
 
     Args:
-        run: serves requests at a rate, and judges what they got.
-        start: a rate near the answer, in requests a second.
+        run: function that serves requests at a rate and judges the service.
+        start: a rate near the answer, in requests per second.
 
     Raises:
-        ConfigError: if the level holds at a thousand times *start*, so that nothing limits the instance.
+        ConfigError: the level holds at a thousand times *start*, so that nothing limits the instance.
     """
     capacity = _bracket(run, start)
     if not capacity.verdict.holds:
@@ -94,7 +94,7 @@ def compute_quantile(values: Sequence[float], quantile: float) -> float:
     """Return the smallest value that at least this share of the values does not exceed.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: there are no values.
     """
     if not values:
         raise ConfigError("there is no request to judge: serve more of them.")
@@ -102,7 +102,7 @@ def compute_quantile(values: Sequence[float], quantile: float) -> float:
 
 
 def _bracket(run: Callable[[float], Verdict], start: float) -> Capacity:
-    """Return a rate at which the level holds, though not at twice that; rate 0 if there is none."""
+    """Return a rate that is within the level while twice that rate is not; rate 0 if there is none."""
     rate, verdict = start, run(start)
     factor = 2.0 if verdict.holds else 0.5
     for _ in range(MOST_DOUBLINGS):

@@ -1,4 +1,4 @@
-"""`dbo simulate`: how many requests a second an instance serves at a service level, with and without overlap."""
+"""`dbo simulate`: requests per second that an instance serves at a service level, with and without overlap."""
 
 from __future__ import annotations
 
@@ -22,46 +22,48 @@ from dbo_runtime.lab.whatif.scale_cases import SCALE_CASES, USABLE, ScaleCase
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_values import read_count
 
-MOST_SEQUENCES = 256  # that a rank runs, where memory does not say fewer
-LEAST_REQUESTS = 20  # for each rank
-RUN_BY_TTFT = 12  # how many times longer than the time to the first token a run at full load lasts
-LARGEST = 1 << 20  # of any count on the command line
+MOST_SEQUENCES = 256  # sequences of a rank, unless memory allows fewer
+LEAST_REQUESTS = 20  # requests per rank
+RUN_BY_TTFT = 12  # duration of a run at full load, in times to the first token
+LARGEST = 1 << 20  # largest count on the command line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
-    parser.add_argument("--chips", default="32", help="over which experts are spread (default: 32)")
+    parser.add_argument("--chips", default="32", help="number of chips that experts are spread over (default: 32)")
     requests = parser.add_argument_group("the requests (default: the means that DeepSeek served on 2025-02-28)")
-    requests.add_argument("--prompt", default="1915", help="mean tokens of a prompt that are computed")
-    requests.add_argument("--output", default="1211", help="mean tokens of an answer; 1 for an instance that prefills")
-    requests.add_argument("--context", default="2468", help="tokens of each that are in the KV cache before")
-    requests.add_argument("--spread", default="0.5", help="standard deviation of lengths by their mean")
+    requests.add_argument("--prompt", default="1915", help="mean computed tokens of a prompt")
+    requests.add_argument("--output", default="1211", help="mean tokens of an answer; 1 for a prefill instance")
+    requests.add_argument("--context", default="2468", help="tokens of a request already in the KV cache")
+    requests.add_argument("--spread", default="0.5", help="standard deviation of lengths, divided by their mean")
     server = parser.add_argument_group("the server")
-    server.add_argument("--budget", default="1024", help="tokens of a rank in a step, max_num_batched_tokens")
-    server.add_argument("--sequences", help="sequences of a rank, max_num_seqs (default: what memory has room for)")
+    server.add_argument("--budget", default="1024", help="tokens per rank and step, max_num_batched_tokens")
+    server.add_argument("--sequences", help="sequences per rank, max_num_seqs (default: as many as memory holds)")
     server.add_argument("--micro-batches", default="2", help="the setting DBO_MICRO_BATCHES")
     server.add_argument("--margin", default="0.02", help="the setting DBO_MARGIN")
-    truth = parser.add_argument_group("what the costs do not know")
-    truth.add_argument("--contention", default="1", help="of compute and communication, at least")
-    truth.add_argument("--imbalance", default="1.3", help="of experts in the most uneven step; uniform from 1")
+    truth = parser.add_argument_group("effects that the costs do not include")
+    truth.add_argument("--contention", default="1", help="minimum contention of compute and communication")
+    truth.add_argument(
+        "--imbalance", default="1.3", help="imbalance of experts in the most uneven step; uniform from 1"
+    )
     truth.add_argument("--stragglers", default="0.001", help="probability that a rank is slow in a step")
-    truth.add_argument("--slowdown", default="1.5", help="by which factor it is")
+    truth.add_argument("--slowdown", default="1.5", help="factor by which it is slower")
     level = parser.add_argument_group("the service level")
     level.add_argument("--ttft", default="2", help="seconds to the first token")
     level.add_argument("--tpot", default="0.1", help="seconds from one token to the next")
-    level.add_argument("--quantile", default="0.99", help="share of the requests that have both")
+    level.add_argument("--quantile", default="0.99", help="share of requests that must get both")
     runs = parser.add_argument_group("the runs")
-    runs.add_argument("--requests", help="for each rank (default: enough for a steady state)")
-    runs.add_argument("--seeds", default="3", help="how many times")
-    runs.add_argument("--json", action="store_true", help="print figures for programs")
+    runs.add_argument("--requests", help="requests per rank (default: enough for a steady state)")
+    runs.add_argument("--seeds", default="3", help="number of runs with different seeds")
+    runs.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate, and print.
+    """Simulate, and print the result.
 
     Raises:
-        ConfigError: naming the argument, if one is not as it must be.
+        ConfigError: an argument is not allowed. The message names it.
     """
     table, _ = open_costs(arguments.costs)
     chips, case = _read("--chips", arguments.chips), _find_case(arguments.costs)
@@ -101,7 +103,7 @@ def _find_case(name: str) -> ScaleCase | None:
 
 
 def _spread(table: CostTable, case: ScaleCase | None, chips: int) -> tuple[CostTable, int]:
-    """Return the costs on so many chips, and the data parallel ranks; other files are taken as they are."""
+    """Return the costs on this number of chips, and the number of data parallel ranks. Plain files stay unchanged."""
     if case is not None:
         return case.spread(chips), case.count_ranks(chips)
     known = table.provenance.parallel.get("data", 1)
@@ -127,9 +129,9 @@ def _count_sequences(arguments: argparse.Namespace, case: ScaleCase | None, rank
 def _count_requests(
     arguments: argparse.Namespace, workload: Workload, layout: Layout, level: ServiceLevel, pricer: StepPricer
 ) -> int:
-    """Return how many requests a run serves, if not said: so many that what they wait is not that the run is short.
+    """Return how many requests a run serves by default: enough that waiting times do not depend on the run's length.
 
-    A queue that grows must have the time to become longer than users wait, and sequences that run the time to end.
+    A growing queue must have time to exceed what users accept, and running sequences must have time to end.
     """
     if arguments.requests is not None:
         return _read("--requests", arguments.requests) * layout.ranks

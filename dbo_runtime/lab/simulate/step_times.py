@@ -1,4 +1,4 @@
-"""Seconds of a step by what is in it, unsplit and as the runtime would run it: a grid of predictions, interpolated."""
+"""Seconds of a step by its contents, unsplit and as the runtime would run it: an interpolated grid of predictions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 
 PREFILL_GRID = (0, 256, 1024, 2048, 4096, 8192, 16384)
 DECODE_GRID = (0, 16, 64, 128, 256, 512)
-Point = tuple[int, int, bool]  # prefill tokens, decodes, whether experts are as uneven as they get
+Point = tuple[int, int, bool]  # prefill tokens, decodes, whether experts have their most uneven load
 
 
 class StepPricer(Protocol):
-    """Tells how long a step takes."""
+    """Returns how long a step takes."""
 
     def price(self, prefill_tokens: int, decodes: int) -> tuple[float, float]:
         """Return seconds with even experts, and with the most uneven ones."""
@@ -34,8 +34,8 @@ class StepTimes:
     """A grid of seconds, interpolated linearly in each direction.
 
     Attributes:
-        prefill_grid, decode_grid: ascending from 0; larger numbers take the last value's, in proportion.
-        seconds: of each point.
+        prefill_grid, decode_grid: values ascending from 0; beyond the last value, seconds grow in proportion.
+        seconds: seconds at each point.
     """
 
     prefill_grid: tuple[int, ...]
@@ -43,7 +43,7 @@ class StepTimes:
     seconds: Mapping[Point, float]
 
     def price(self, prefill_tokens: int, decodes: int) -> tuple[float, float]:
-        """See `StepPricer`. A step with nothing in it takes no time."""
+        """See `StepPricer`. An empty step takes no time."""
         rows = _weigh(self.prefill_grid, prefill_tokens)
         columns = _weigh(self.decode_grid, decodes)
         corners = [
@@ -59,19 +59,19 @@ class StepTimes:
 def predict_step_times(
     table: CostTable, config: RuntimeConfig, budget: int, sequences: int, context: int, truth: Corner
 ) -> tuple[StepTimes, StepTimes]:
-    """Return the times of unsplit steps, and of steps as the runtime decides them from these costs.
+    """Return the times of unsplit steps, and of steps as the runtime decides on them from these costs.
 
-    A prefill is one chunk of a prompt with half of *context* before it, decodes have *context* each. Decisions are made
-    from the costs as they are; steps then take what the same orders take in the corner *truth*, with even load of
+    A prefill is one chunk of a prompt with half of *context* before it. Decodes have *context* tokens each. Decisions
+    use the costs as they are. Steps then take the time of the same orders in the corner *truth*, with even load of
     experts and with its imbalance.
 
     Args:
         table: costs of a rank.
-        config: the settings of the runtime.
+        config: settings of the runtime.
         budget: most tokens of a step, `max_num_batched_tokens`.
         sequences: most sequences, `max_num_seqs`.
         context: mean tokens in the KV cache.
-        truth: what costs really are.
+        truth: the true costs, as a corner.
     """
     prefill, decodes = _end_at(PREFILL_GRID, budget), _end_at(DECODE_GRID, sequences)
     points = [_fill_batch(tokens, count, context) for tokens, count in product(prefill, decodes) if tokens or count]
@@ -101,12 +101,12 @@ def _fill_batch(prefill_tokens: int, decodes: int, context: int) -> Batch:
 
 
 def _end_at(grid: Sequence[int], last: int) -> tuple[int, ...]:
-    """Return the grid up to *last*, which is its last value."""
+    """Return the grid up to *last*, which becomes its last value."""
     return *(value for value in grid if value < last), last
 
 
 def _weigh(grid: Sequence[int], value: int) -> tuple[tuple[int, float], ...]:
-    """Return the two grid values around *value* with their weights; beyond the last one, the last in proportion."""
+    """Return the two grid values around *value* with their weights. Beyond the grid, the last one in proportion."""
     if value >= grid[-1]:
         return ((grid[-1], value / grid[-1] if grid[-1] else 1.0),)
     upper = bisect_right(grid, value)

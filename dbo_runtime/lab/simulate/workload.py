@@ -1,4 +1,4 @@
-"""Requests as they arrive: a Poisson process, with lengths drawn from a log-normal distribution."""
+"""Arriving requests: a Poisson process, with lengths drawn from a log-normal distribution."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Request(NamedTuple):
     """A request.
 
     Attributes:
-        arrival: seconds.
+        arrival: time of arrival, in seconds.
         prompt: tokens to compute before the first token of the answer.
-        output: tokens of the answer, the first one included.
+        output: tokens of the answer, including the first.
     """
 
     arrival: float
@@ -28,15 +28,15 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What requests are like.
+    """The distribution of requests.
 
     Attributes:
-        prompt, output: mean tokens.
-        context: tokens that a request has in the KV cache already, such as after a prefill elsewhere.
-        spread: standard deviation of the lengths by their mean; 0 if all are alike.
+        prompt, output: mean numbers of tokens.
+        context: tokens of a request already in the KV cache, such as after a prefill elsewhere.
+        spread: standard deviation of the lengths, divided by their mean; 0 if all are equal.
 
     Raises:
-        ConfigError: if a mean is not from 1 to 1,048,576 tokens, or the spread not from 0 to 10.
+        ConfigError: a mean is not from 1 to 1,048,576 tokens, or the spread is not from 0 to 10.
     """
 
     prompt: float
@@ -58,13 +58,13 @@ class Workload:
 
 
 def draw_requests(workload: Workload, rate: float, count: int, seed: int) -> list[Request]:
-    """Return *count* requests of a Poisson process of *rate* a second, in order of arrival.
+    """Return *count* requests of a Poisson process with *rate* requests per second, in order of arrival.
 
-    The same seed gives the same lengths and the same gaps but for their scale, so that rates and policies are compared
-    on the same requests (common random numbers).
+    The same seed gives the same lengths, and the same gaps except for their scale, so that rates and policies are
+    compared on the same requests (common random numbers).
 
     Raises:
-        ConfigError: if the rate is not above zero, or there is no request.
+        ConfigError: the rate is not above zero, or there is no request.
     """
     if not (rate > 0 and math.isfinite(rate)) or count < 1:
         raise ConfigError(f"{count} requests at {rate:g} a second: both must be above zero.")
@@ -77,7 +77,7 @@ def draw_requests(workload: Workload, rate: float, count: int, seed: int) -> lis
 
 
 def _draw_length(draws: random.Random, mean: float, spread: float) -> int:
-    """Return a length of at least one token, log-normal with this mean and deviation; one if the mean is one."""
+    """Return a log-normal length of at least one token, with this mean and deviation; 1 if the mean is 1."""
     variance = math.log1p(spread**2)
     length = mean * math.exp(draws.gauss(0.0, math.sqrt(variance)) - variance / 2) if mean > 1 else 1.0
     return min(max(round(length), 1), MAX_LENGTH)

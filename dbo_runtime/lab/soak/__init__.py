@@ -1,1 +1,1 @@
-"""Random traffic on real engines, split against unsplit."""
+"""Random traffic on real engines, with split steps compared to unsplit ones."""

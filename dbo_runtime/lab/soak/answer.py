@@ -1,4 +1,4 @@
-"""What an engine answered: plain data that travels between processes."""
+"""The answers of an engine, as plain data that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 LogProbs = dict[int, float]
-"""Log-probabilities by token id: the most likely tokens', the chosen one's in any case."""
+"""Log-probabilities by token id: those of the most likely tokens, and always that of the chosen one."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Completion:
     """One of a request's answers.
 
     Attributes:
-        tokens: ids.
-        log_probs: at each of the tokens.
-        text: of the tokens; empty without a tokenizer.
-        finish: why it ended, such as `stop` or `length`; None if it was aborted before.
+        tokens: token ids.
+        log_probs: log-probabilities at each of the tokens.
+        text: text of the tokens; empty without a tokenizer.
+        finish: reason why it ended, such as `stop` or `length`; None if it was aborted before.
         stop: the token id or text that stopped it.
     """
 
@@ -30,14 +30,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a request.
+    """The result of a request.
 
     Attributes:
-        completions: as many as it asked for; fewer if it was aborted.
-        prompt_log_probs: at each of the prompt's tokens, None at the first; None if they were not asked for.
-        was_aborted: whether it was still running when it was aborted.
-        refusal: why vLLM did not take the request; None if it did.
-        pooled: the pooler's result [1 or tokens, numbers]; None if pooling was not asked for.
+        completions: the answers, as many as requested; fewer if it was aborted.
+        prompt_log_probs: log-probabilities at each prompt token, None at the first; None if not requested.
+        was_aborted: whether the request was still running when it was aborted.
+        refusal: reason why vLLM did not accept the request; None if it did.
+        pooled: the pooler's result [1 or tokens, numbers]; None if pooling was not requested.
     """
 
     completions: list[Completion] = field(default_factory=list)
@@ -49,16 +49,16 @@ class Answer:
 
 @dataclass
 class Counts:
-    """What happened in an engine while it answered.
+    """The events in an engine while it answered.
 
     Attributes:
-        split: steps.
-        micro_batches: of all split steps.
-        declined: steps by the reason not to split them.
-        preempted: requests that lost their KV cache to others, and began again.
-        cached: tokens of prompts that were found in the prefix cache.
-        calibrated: how often costs of ops were measured between requests.
-        alarms: the texts of alarms that the comparison of first steps raised, with their counts.
+        split: number of split steps.
+        micro_batches: number of micro-batches of all split steps.
+        declined: number of unsplit steps by reason.
+        preempted: number of requests that lost their KV cache to others, and started again.
+        cached: number of prompt tokens found in the prefix cache.
+        calibrated: number of times that op costs were measured between requests.
+        alarms: number of alarms raised by the comparison of first steps, by text.
     """
 
     split: int = 0
@@ -70,7 +70,7 @@ class Counts:
     alarms: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
-        """Add what happened elsewhere, or at another time."""
+        """Add the counts of another process or time."""
         self.split += other.split
         self.micro_batches += other.micro_batches
         self.declined += other.declined
@@ -80,7 +80,7 @@ class Counts:
         self.alarms += other.alarms
 
     def since(self, before: Counts) -> Counts:
-        """Return what happened since *before*."""
+        """Return the difference to the counts *before*."""
         return Counts(
             self.split - before.split,
             self.micro_batches - before.micro_batches,

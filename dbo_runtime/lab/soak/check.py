@@ -1,4 +1,4 @@
-"""Answer the same random traffic split and unsplit, and compare."""
+"""Answer the same random traffic with split and with unsplit steps, and compare."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dbo_runtime.lab.soak.report import Bug, EquivalenceReport, Tally
 from dbo_runtime.lab.soak.request import Request, Round
 
 REQUESTS = 300
-ROUND_REQUESTS = 48  # in flight together, of each rank
+ROUND_REQUESTS = 48  # requests in flight together, per rank
 PLAIN, OFF = "vLLM without dbo_runtime", "vLLM with DBO_MODE=off"
 NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What to serve, and what to ask it.
+    """The model to serve, and the traffic to send.
 
     Attributes:
-        model: directory or name.
-        settings: of overlap, by variable.
-        requests: how many.
-        seed: of the traffic.
-        rounds: numbers of those to run; None for all.
+        model: directory or name of the model.
+        settings: settings of this package, by variable.
+        requests: number of requests.
+        seed: seed of the traffic.
+        rounds: numbers of the rounds to run; None for all.
         loras: directories of LoRA adapters.
-        tolerance: the largest accepted difference of log-probabilities, and of pooled numbers.
+        tolerance: largest accepted difference of log-probabilities and of pooled numbers.
         calibrates: whether costs are measured between requests.
         first_steps: whether first steps are compared.
-        options: of vLLM's `LLM`.
+        options: options for vLLM's `LLM`.
     """
 
     model: str
@@ -56,20 +56,22 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """Data parallel ranks."""
+        """Number of data parallel ranks."""
         return int(self.options.get("data_parallel_size", 1))
 
     @property
     def reference(self) -> str:
-        """What to compare with: on CPU, vLLM by itself runs neither experts of other ranks nor pipelines, nor all LoRA.
+        """The engine to compare with.
 
-        Overlap brings patches for these, which are in force with `DBO_MODE=off`, too.
+        vLLM's own CPU build runs no expert parallelism, no pipelines and not all of LoRA.
+
+        This package patches vLLM for these. The patches also apply with `DBO_MODE=off`.
         """
         needs = self.ranks > 1 or bool(self.loras) or self.options.get("enable_expert_parallel")
         return OFF if needs or self.options.get("pipeline_parallel_size", 1) > 1 else PLAIN
 
     def start(self, mode: str) -> EngineProcess:
-        """Start an engine: with DBO_MODE *mode*, or, if that is empty, without overlap."""
+        """Start an engine with DBO_MODE *mode*; if that is empty, without overlap."""
         variables: dict[str, str | None] = {ENABLE: "0"}
         if mode:
             variables = {**self.settings, ENABLE: "1", "DBO_MODE": mode}
@@ -84,9 +86,9 @@ class Setup:
         """Return all rounds to run.
 
         Raises:
-            ConfigError: if a round is asked for that there is not.
+            ConfigError: a requested round does not exist.
         """
-        from dbo_runtime.lab.soak.traffic import draw_round  # late: it needs hypothesis
+        from dbo_runtime.lab.soak.traffic import draw_round  # imported late, because it needs hypothesis
 
         size = ROUND_REQUESTS * self.ranks
         numbers: Sequence[int] = range(-(-self.requests // size))
@@ -101,7 +103,7 @@ class Setup:
         ]
 
     def format_command(self) -> str:
-        """Return the command that repeats a round, whose number `ROUND` stands for."""
+        """Return the command that repeats a round. `ROUND` stands for the round's number."""
         words = ["dbo", "soak", self.model, "--requests", str(self.requests), "--seed", str(self.seed)]
         words += [word for path in self.loras for word in ("--lora", path)]
         words += [] if self.tolerance == TOLERANCE else ["--tolerance", str(self.tolerance)]
@@ -115,7 +117,7 @@ class Setup:
 
 
 class Suspect(NamedTuple):
-    """A request whose split answer is not the unsplit one, and the first difference."""
+    """A request whose split answer differs from the unsplit one, with the first difference."""
 
     tally: Tally
     round: int
@@ -137,28 +139,30 @@ def check_equivalence(
     first_steps: bool = False,
     **engine_options: Any,
 ) -> EquivalenceReport:
-    """Answer random traffic by real engines, once unsplit, and once with every step split that can be; compare.
+    """Answer random traffic with real engines, once unsplit and once with as many steps split as possible; compare.
 
-    Engines run in processes of their own, one after the other, in float32, with a small KV cache and small steps, so
-    that requests are preempted and their prompts come in chunks. Requests differ in lengths, shared prefixes, times of
-    arrival, whether they are aborted, and in what else can be asked of vLLM.
+    Engines run in separate processes, one after the other, in float32, with a small KV cache and small steps, so that
+    requests are preempted and prompts come in chunks. Requests differ in length, shared prefixes, time of arrival,
+    aborts, and in other features of vLLM.
 
     Args:
-        model: directory or name.
-        settings: of overlap, by variable, such as {"DBO_POLICY": "staggered:1"}.
-        requests: how many, for each number of micro-batches.
-        micro_batches: numbers of them to split into, all with the same requests.
-        seed: of the traffic.
-        rounds: numbers of the rounds to run, to repeat what failed; all if not given.
-        loras: directories of LoRA adapters that requests use; pass `enable_lora=True`, too.
-        tolerance: of log-probabilities, and within which two tokens are equally likely; of pooled numbers, too.
-        calibrates: measure costs of ops in the middle of each round, while prefixes are cached and no request runs.
-        first_steps: compare the first split steps of each kind in each round, as with an untested version of vLLM.
-        engine_options: of vLLM's `LLM`, such as `tensor_parallel_size`; also `data_parallel_size`.
+        model: directory or name of the model.
+        settings: settings of this package by variable, such as {"DBO_POLICY": "staggered:1"}.
+        requests: number of requests, for each number of micro-batches.
+        micro_batches: numbers of micro-batches to split into, all with the same requests.
+        seed: seed of the traffic.
+        rounds: numbers of the rounds to run, to repeat a failure; by default all.
+        loras: directories of LoRA adapters that requests use; also pass `enable_lora=True`.
+        tolerance: largest accepted difference of log-probabilities, of equally likely tokens, and of pooled numbers.
+        calibrates: whether to measure op costs in the middle of each round, while prefixes are cached and no request
+            runs.
+        first_steps: whether to compare the first split steps of each kind in each round, as with an untested vLLM
+            version.
+        engine_options: options for vLLM's `LLM`, such as `tensor_parallel_size`; also `data_parallel_size`.
 
     Raises:
-        ConfigError: if hypothesis is not installed, or there is no such round.
-        DeviceError: if vLLM does not start, or fails without overlap.
+        ConfigError: hypothesis is not installed, or there is no such round.
+        DeviceError: vLLM does not start, or fails without overlap.
     """
     if find_spec("hypothesis") is None:
         raise ConfigError("needs hypothesis, which is not installed: pip install 'dbo-runtime[lab]'")
@@ -188,7 +192,7 @@ def _run_split(
     traffic: Sequence[Round],
     expected: Mapping[int, dict[int, Answer]],
 ) -> list[Suspect]:
-    """Answer all rounds split; count them, and return what differs. An engine that fails is a bug, and the end."""
+    """Answer all rounds split, count them, and return the differences. A failing engine is a bug, and ends the run."""
     start = time.monotonic()
     suspects: list[Suspect] = []
     number = traffic[0].number
@@ -211,7 +215,7 @@ def _run_split(
 def _compare_round(
     setup: Setup, tally: Tally, traffic: Round, expected: Mapping[int, Answer], answers: Mapping[int, Answer]
 ) -> list[Suspect]:
-    """Count what is equal, and ties; return what differs."""
+    """Count equal answers and ties; return the differences."""
     suspects: list[Suspect] = []
     for number, request in traffic.requests.items():
         found = compare_answers(request, expected[number], answers[number], setup.tolerance)
@@ -229,7 +233,7 @@ def _compare_round(
 def _judge(
     setup: Setup, traffic: Sequence[Round], expected: Mapping[int, dict[int, Answer]], suspects: Sequence[Suspect]
 ) -> None:
-    """Count what differs as vLLM's own or as bugs."""
+    """Count differences as vLLM's own or as bugs."""
     with setup.start_reference() as engine:
         for each in traffic:
             here = [suspect for suspect in suspects if suspect.round == each.number]

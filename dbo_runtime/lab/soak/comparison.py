@@ -1,4 +1,4 @@
-"""Compare two answers to one request: log-probabilities first, then what follows from them; or what was pooled."""
+"""Compare two answers to one request: log-probabilities first, then results that follow from them; or pooled data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dbo_runtime.lab.soak.answer import Answer, Completion, LogProbs
 from dbo_runtime.lab.soak.request import Request
 
-TOLERANCE = 1e-4  # of log-probabilities in float32, where the shapes of matrix products differ
+TOLERANCE = 1e-4  # for log-probabilities in float32, where shapes of matrix products differ
 TOKEN, POOLED, FAILURE, ALARM = "token", "pooled", "failure", "alarm"
 
 
@@ -17,10 +17,11 @@ class Difference(NamedTuple):
     """The first place where two answers differ.
 
     Attributes:
-        kind: what differs: `log-probability`, `prompt log-probability`, `token`, `length`, `finish`, `text`, `answers`,
-            `refusal`, `pooled`; `failure` if the engine failed, `alarm` if the comparison of first steps found one.
-        completion: which of the request's answers.
-        position: the token's, or the row's of what was pooled; None if it is about the whole.
+        kind: kind of difference: `log-probability`, `prompt log-probability`, `token`, `length`, `finish`, `text`,
+            `answers`, `refusal`, `pooled`; `failure` if the engine failed, `alarm` if the comparison of first steps
+            raised one.
+        completion: index of the request's answer.
+        position: position of the token, or of the row of pooled numbers; None for a difference of the whole answer.
         detail: both values, in words.
     """
 
@@ -37,12 +38,12 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """How an answer compares with the expected one.
+    """The result of comparing an answer with the expected one.
 
     Attributes:
-        difference: the first one; None if there is none, or only a tie.
-        tie: the position after which greedy answers went apart because two tokens were as likely; None if they did not.
-        largest: difference of any log-probability up to there, or of any pooled number.
+        difference: the first difference; None if there is none, or only a tie.
+        tie: position after which greedy answers differ because two tokens were equally likely; None if there is none.
+        largest: largest difference of any log-probability up to there, or of any pooled number.
     """
 
     difference: Difference | None = None
@@ -51,7 +52,7 @@ class Comparison(NamedTuple):
 
 
 def compare_answers(request: Request, expected: Answer, actual: Answer, tolerance: float = TOLERANCE) -> Comparison:
-    """Compare all that two answers have in common: those of aborted requests may be of different lengths."""
+    """Compare all parts that two answers have in common. Answers of aborted requests may differ in length."""
     if expected.refusal != actual.refusal:
         detail = f"{expected.refusal or 'taken'} / {actual.refusal or 'taken'}"
         return Comparison(Difference("refusal", None, None, detail))
@@ -75,8 +76,8 @@ def compare_answers(request: Request, expected: Answer, actual: Answer, toleranc
 def compare_log_probs(expected: LogProbs, actual: LogProbs, asked: int) -> float:
     """Return the largest difference of log-probabilities of the same token; infinite if only one is a number.
 
-    Each side has those of its *asked* most likely tokens, and that of its chosen one. A token that only one side has is
-    compared with the least likely of the other's list, which it cannot exceed.
+    Each side has those of its *asked* most likely tokens, and of its chosen token. A token that only one side has is
+    compared with the least likely token in the other side's list, which it cannot exceed.
     """
     largest = 0.0
     for one, other in ((expected, actual), (actual, expected)):
@@ -90,13 +91,13 @@ def compare_log_probs(expected: LogProbs, actual: LogProbs, asked: int) -> float
 
 
 def _find_floor(log_probs: LogProbs, asked: int) -> float:
-    """Return the least likely of the *asked* most likely: what is not in the list is at most as likely."""
+    """Return the least likely of the *asked* most likely. A token outside the list is at most as likely."""
     highest = sorted(log_probs.values(), reverse=True)[:asked]
     return highest[-1] if highest else -math.inf
 
 
 def _subtract(one: float, other: float) -> float:
-    if one == other or (math.isnan(one) and math.isnan(other)):  # infinite ones, too
+    if one == other or (math.isnan(one) and math.isnan(other)):  # also covers infinite numbers
         return 0.0
     difference = abs(one - other)
     return math.inf if math.isnan(difference) else difference
@@ -123,7 +124,7 @@ def _compare_prompts(request: Request, expected: Answer, actual: Answer, toleran
 
 
 def _compare_pooled(request: Request, expected: Answer, actual: Answer, tolerance: float) -> Comparison:
-    """Compare row by row, in units of the row's largest number where that is more than 1."""
+    """Compare row by row, in units of the row's largest number if that is more than 1."""
     one, other = expected.pooled, actual.pooled
     if one is None or other is None:
         if one is other or request.leaves is not None:
@@ -165,7 +166,7 @@ def _compare_completions(
 
 
 def _compare_ends(request: Request, number: int, expected: Completion, actual: Completion) -> Difference | None:
-    """Compare how answers end whose tokens are the same as far as both have them."""
+    """Compare the ends of answers whose tokens are equal as far as both have them."""
     if request.leaves is not None and None in (expected.finish, actual.finish):
         return None
     if len(expected.tokens) != len(actual.tokens):

@@ -1,4 +1,4 @@
-"""Drive a vLLM engine in this process, step by step, so that the same requests meet in the same steps each time."""
+"""Drive a vLLM engine in this process step by step, so that the same requests meet in the same steps each time."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ OPTIONS: Mapping[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 256,
-    "max_num_batched_tokens": 160,  # so that prefills come in chunks, in steps that also decode
+    "max_num_batched_tokens": 160,  # small, so that prefills come in chunks, in steps that also decode
     "max_num_seqs": 32,
     "enable_prefix_caching": True,
     "worker_extension_cls": EXTENSION,
-    "disable_log_stats": False,  # which count preemptions
+    "disable_log_stats": False,  # the stats count preemptions
     "use_tqdm_on_load": False,
 }
-LONGEST_REQUESTS = 3  # that the KV cache holds, so that others are preempted
-CPU_CACHE_BYTES = 1 << 28  # without it, vLLM's CPU build wants most of the memory to be free
-WORDS = 40  # that stop strings and bad words are drawn from
-CALIBRATION_SECONDS = 4.0  # approximately: costs need not be good, but of two sizes, also where cores are shared
-TASKS = ("embed", "token_embed", "classify", "token_classify")  # of poolers that need nothing but a prompt
+LONGEST_REQUESTS = 3  # longest requests that the KV cache holds, so that others are preempted
+CPU_CACHE_BYTES = 1 << 28  # otherwise vLLM's CPU build needs most of the memory free
+WORDS = 40  # words to draw stop strings and bad words from
+CALIBRATION_SECONDS = 4.0  # approximate: costs need not be good, but need two sizes, also on shared cores
+TASKS = ("embed", "token_embed", "classify", "token_classify")  # tasks of poolers that need only a prompt
 PREEMPTIONS, HITS = "vllm:num_preemptions", "vllm:prefix_cache_hits"
 
 
@@ -43,9 +43,9 @@ class Engine:
     """An `LLM` with a small KV cache, and small steps.
 
     Args:
-        model: directory or name.
+        model: directory or name of the model.
         loras: directories of LoRA adapters.
-        options: of `LLM`, instead of those in `OPTIONS`.
+        options: options for `LLM`, which replace those in `OPTIONS`.
     """
 
     def __init__(self, model: str, loras: tuple[str, ...], options: Mapping[str, Any]) -> None:
@@ -62,18 +62,18 @@ class Engine:
         self._calibrated = 0
 
     def configure(self, settings: Mapping[str, str]) -> None:
-        """Change settings of overlap."""
+        """Change settings of this package."""
         self._llm.collective_rpc("dbo_configure", args=(dict(settings),))
 
     def watch(self, calibrates: bool, first_steps: bool) -> None:
-        """Measure costs in the pauses of rounds, and compare the first steps of each kind in each round."""
+        """Switch on measuring costs in the pauses of rounds, and comparing each kind's first steps in each round."""
         self._calibrates, self._compares_first_steps = calibrates, first_steps
 
     def run(self, traffic: Round, turns: int) -> tuple[dict[int, Answer], Counts]:
-        """Answer the requests of a round, with nothing cached before; return the answers by number, and what happened.
+        """Answer the requests of a round with an empty prefix cache; return the answers by number, and the counts.
 
-        Data parallel ranks call it together, each with requests of its own, and the same *turns*: in each of the first
-        so many, requests may arrive.
+        Data parallel ranks call this together, each with its own requests and the same *turns*. Requests may arrive in
+        each of the first *turns* turns.
         """
         before = self._count()
         self._llm.reset_prefix_cache()
@@ -84,7 +84,7 @@ class Engine:
             if turn == traffic.pause:
                 self._pause(running)
             running.change(turn)
-            if self._llm.llm_engine.has_unfinished_requests():  # of any rank: all of them ask
+            if self._llm.llm_engine.has_unfinished_requests():  # true if any rank has some; all ranks ask
                 running.step()
             elif turn >= turns:
                 break
@@ -95,7 +95,7 @@ class Engine:
         return running.collect(), counts
 
     def _pause(self, running: _Running) -> None:
-        """Answer all that runs; then measure costs, if that is asked for. Data parallel ranks do it together."""
+        """Answer all running requests; then measure costs if requested. Data parallel ranks do this together."""
         while self._llm.llm_engine.has_unfinished_requests():
             running.step()
         if self._calibrates:
@@ -190,7 +190,7 @@ class _Running:
         try:
             lora = None if request.lora is None else self._loras[request.lora]
             self._engine.add_request(str(number), self._make_prompt(request), _make_params(request), lora_request=lora)
-        except (ValueError, TypeError) as error:  # what vLLM refuses requests with
+        except (ValueError, TypeError) as error:  # errors with which vLLM refuses requests
             self._refused[number] = f"{type(error).__name__}: {error}"
         else:
             self._running.add(number)
@@ -223,10 +223,10 @@ def _make_params(request: Request) -> SamplingParams | PoolingParams:
 
 
 def _keep_ranks_together(core: Any) -> None:
-    """Let each step of vLLM's engine run a forward: other data parallel ranks wait for it.
+    """Make each step of vLLM's engine run a forward, because other data parallel ranks wait for it.
 
-    vLLM does so where it serves, but not in an `LLM`: there ranks wait for each other for ever after a step that
-    schedules nothing, because its requests wait for a grammar or for blocks.
+    vLLM does so when serving, but not in an `LLM`. There, ranks wait for each other forever after a step that schedules
+    nothing, because its requests wait for a grammar or for blocks.
     """
     step = core.step_fn
 
@@ -240,7 +240,7 @@ def _keep_ranks_together(core: Any) -> None:
 
 
 def _list_lacking(has_loras: bool) -> frozenset[str]:
-    """Return what ends vLLM 0.30's CPU build: seeds with chunked prefills, log-probabilities of prompts with LoRA."""
+    """Return features that crash vLLM 0.30 on CPU: seeds with chunked prefills, prompt log-probabilities with LoRA."""
     if not get_platform().needs_cpu_patches:
         return frozenset()
     return frozenset({"seed", "prompt_logprobs"} if has_loras else {"seed"})
@@ -261,7 +261,7 @@ def _read_log_probs(position: Mapping[int, Any]) -> LogProbs:
 
 
 def _choose_blocks(model: str, options: Mapping[str, Any]) -> int:
-    """Return how many blocks hold the KV cache of a few of the longest requests, and one that vLLM keeps empty."""
+    """Return how many blocks hold the KV cache of a few of the longest requests, plus one that vLLM keeps empty."""
     known = inspect.signature(EngineArgs).parameters
     arguments = EngineArgs(model=model, **{name: value for name, value in options.items() if name in known})
     block: int = arguments.create_engine_config().cache_config.block_size

@@ -1,6 +1,6 @@
-"""`python -m dbo_runtime.lab.soak.engine_main FD`: a process of one engine, asked over a pipe.
+"""`python -m dbo_runtime.lab.soak.engine_main FD`: a process with one engine, controlled through a pipe.
 
-Every message is a name and arguments; every answer whether it went well, and the result or the traceback.
+Each message is a name and arguments. Each answer says whether it went well, with the result or the traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Start the engine that the first message describes, then do what is asked until told to end."""
+    """Start the engine that the first message describes, then execute messages until told to end."""
     pipe = Connection(int(sys.argv[1]))
     try:
         model, loras, options = pipe.recv()
@@ -27,14 +27,14 @@ def main() -> None:
         engine = Engine(model, loras, options)
         pipe.send((True, engine.abilities))
         _serve(pipe, engine)
-    except (EOFError, BrokenPipeError):  # who asked is gone
+    except (EOFError, BrokenPipeError):  # the other end has closed
         os.killpg(0, signal.SIGKILL)
-    except Exception:  # noqa: BLE001 - whatever it is, who asked has to see it
+    except Exception:  # noqa: BLE001 - whatever it is, the other end has to see it
         pipe.send((False, traceback.format_exc()))
 
 
 def _serve(pipe: Connection, engine: Any) -> None:
-    """Do what is asked until that fails, after which the engine is not to be relied on, or the engine is closed."""
+    """Execute messages until one fails, after which the engine is not reliable, or until the engine is closed."""
     name = ""
     while name != "close":
         name, arguments = pipe.recv()

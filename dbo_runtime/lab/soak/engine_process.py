@@ -1,4 +1,4 @@
-"""Engines in processes of their own, which see an environment of their own: one process for each data parallel rank."""
+"""Engines in separate processes with separate environments: one process per data parallel rank."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class EngineProcess:
-    """One engine, of one rank or of several data parallel ones.
+    """One engine, with one or several data parallel ranks.
 
-    Use it as a context: at its end all processes end.
+    Use it as a context manager, which ends all processes.
 
     Args:
-        model: directory or name.
-        ranks: data parallel ranks.
+        model: directory or name of the model.
+        ranks: number of data parallel ranks.
         loras: directories of LoRA adapters.
-        options: of vLLM's `LLM`.
-        environment: on top of this process's; a value of None removes a variable.
+        options: options for vLLM's `LLM`.
+        environment: variables on top of this process's; a value of None removes a variable.
 
     Raises:
-        DeviceError: if vLLM does not start, or, later, fails or does not answer; with the end of its log.
+        DeviceError: vLLM does not start, or later fails or does not answer. The message has the end of its log.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EngineProcess:
         self.abilities: Abilities
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the processes
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it must exist as long as the processes
         port = _find_port() if ranks > 1 else 0
         with ExitStack() as stack:
             stack.callback(self._end)
@@ -67,23 +67,23 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all processes: ask first."""
+        """End all processes, by request first."""
         with suppress(DeviceError, OSError):
             self._ask("close", [()] * len(self._pipes), END_SECONDS)
         self._end()
 
     def configure(self, settings: Mapping[str, str]) -> None:
-        """Change settings of overlap, on every rank."""
+        """Change settings of this package, on every rank."""
         self._ask("configure", [(dict(settings),)] * len(self._pipes), ROUND_SECONDS)
 
     def watch(self, calibrates: bool, first_steps: bool) -> None:
-        """Measure costs in the pauses of rounds, and compare the first steps of each kind in each round."""
+        """Switch on measuring costs in the pauses of rounds, and comparing each kind's first steps in each round."""
         self._ask("watch", [(calibrates, first_steps)] * len(self._pipes), ROUND_SECONDS)
 
     def run(self, traffic: Round) -> tuple[dict[int, Answer], Counts]:
-        """Answer a round, whose requests ranks take in turn; return the answers by number, and what happened.
+        """Answer a round, whose requests are dealt to the ranks in turn; return the answers by number, and the counts.
 
-        Steps are the first rank's, all else is of all ranks.
+        Counts of steps are the first rank's. All other counts are of all ranks.
         """
         ranks = len(self._pipes)
         shares = [
@@ -108,7 +108,7 @@ class EngineProcess:
 
     def _ask(self, name: str, arguments: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
         for pipe, own in zip(self._pipes, arguments, strict=True):
-            with suppress(BrokenPipeError):  # which _collect reports
+            with suppress(BrokenPipeError):  # `_collect` reports this
                 pipe.send((name, own))
         return self._collect(seconds)
 
@@ -131,7 +131,7 @@ class EngineProcess:
         self._pipes.append(Connection(here.detach()))
 
     def _collect(self, seconds: float) -> list[Any]:
-        """Return what each rank answers; the reason of the first one that fails is raised: others may wait for it."""
+        """Return each rank's answer. Raise the error of the first rank that fails, because others may wait for it."""
         deadline = time.monotonic() + seconds
         results: dict[int, Any] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -182,7 +182,7 @@ def _describe_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _find_port() -> int:
-    """Return a free port. vLLM takes the next ones for its other groups, so those are to be free, too."""
+    """Return a free port. vLLM takes the next ports for its other groups, so those should be free, too."""
     while True:
         with ExitStack() as stack:
             first = stack.enter_context(socket.socket())

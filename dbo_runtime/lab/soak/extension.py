@@ -1,4 +1,4 @@
-"""What random traffic asks of vLLM's workers besides what anyone may."""
+"""Worker methods for random traffic, in addition to the public ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class SoakExtension(WorkerExtension):
-    """Compares first steps on any version of vLLM, tested or not."""
+    """Compares first steps on any vLLM version, tested or not."""
 
     def soak_compare_first_steps(self) -> None:
-        """Compare the first split steps of each kind from now on, as with a version of vLLM that is untested."""
+        """Compare the first split steps of each kind from now on, as with an untested vLLM version."""
         for each in self._soak_list_compared():
             each.first_steps = FirstSteps(open_log(quiet=True))
 
     def soak_list_alarms(self) -> list[str]:
-        """Return what this comparison has found different."""
+        """Return the differences that this comparison has found."""
         found = [each.first_steps.failure for each in self._soak_list_compared() if each.first_steps is not None]
         return [str(failure) for failure in found if failure is not None]
 

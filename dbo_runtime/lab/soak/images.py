@@ -1,4 +1,4 @@
-"""Images of random traffic, and the prompt around one, as the model's own chat template has it."""
+"""Images for random traffic, and the prompt around an image according to the model's chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUESTION = "what?"
 
 
 def draw_image(seed: int, width: int, height: int) -> NDArray[np.uint8]:
-    """Return noise [height, width, 3], whose blocks of pixels differ so that an encoder has something to tell apart."""
+    """Return noise [height, width, 3] in blocks of pixels, so that an encoder has something to tell apart."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (-(-height // 14), -(-width // 14), 3))
     pixels = blocks.repeat(14, axis=0).repeat(14, axis=1)[:height, :width] + rng.integers(-20, 21, (height, width, 3))
@@ -19,11 +19,11 @@ def draw_image(seed: int, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def find_image_prompt(config: Any, tokenizer: Any) -> str | None:
-    """Return the text of a prompt with one image; None if the model takes none, or has no template to say how.
+    """Return the text of a prompt with one image; None if the model takes no images or has no template.
 
     Args:
-        config: vLLM's of the model.
-        tokenizer: of the model, or None.
+        config: vLLM's configuration of the model.
+        tokenizer: the model's tokenizer, or None.
     """
     limits = getattr(config, "multimodal_config", None)
     if tokenizer is None or limits is None or not limits.get_limit_per_prompt("image"):

@@ -1,7 +1,7 @@
-"""Tell bugs from what vLLM does by itself: a difference that unsplit runs show among themselves is vLLM's own.
+"""Tell bugs from vLLM's own variation: a difference that unsplit runs also show among themselves is vLLM's own.
 
-vLLM's own faults depend on which requests meet in a step, and where in it they are. So the requests of a round are
-answered again, unsplit: once more as they were, in other orders of arrival, and each suspect alone.
+vLLM's own faults depend on which requests meet in a step, and on their places in it. So the requests of a round are
+answered again, unsplit: in the same way, in other orders of arrival, and each suspect alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from dbo_runtime.lab.soak.answer import Answer
     from dbo_runtime.lab.soak.engine_process import EngineProcess
 
-SPREAD = 4  # times as many turns between arrivals
-ALONE = 8  # suspects of a round, at most, that are asked alone: of more, something is wrong with all
-SHUFFLES = 12  # of arrivals, at most
+SPREAD = 4  # factor for the turns between arrivals
+ALONE = 8  # most suspects of a round to ask alone; with more, something is wrong with all
+SHUFFLES = 12  # most orders of arrival
 CONTRADICTION = "contradiction"
-UNCERTAIN = ("bad_words", "min_tokens")  # what forbids tokens that a request does not name
+UNCERTAIN = ("bad_words", "min_tokens")  # features that forbid tokens that a request does not name
 
 Kinds = dict[int, set[str]]
-"""What differs, by the number of the request; `contradiction` of one that has taken a token which was not the best."""
+"""Kinds of difference by request number; `contradiction` for an answer with a token that was not the best."""
 
 
 def find_own_differences(
@@ -35,14 +35,14 @@ def find_own_differences(
     suspects: Mapping[int, set[str]],
     tolerance: float,
 ) -> Kinds:
-    """Return in what unsplit answers of a round differ from the *expected* ones, which are unsplit, too.
+    """Return how unsplit answers of a round differ from the *expected* ones, which are also unsplit.
 
     Args:
-        engine: that does not split.
+        engine: an engine that does not split.
         traffic: the round.
-        expected: its answers.
+        expected: answers of the round.
         suspects: kinds in which split answers differ, by request.
-        tolerance: of log-probabilities.
+        tolerance: largest accepted difference of log-probabilities.
     """
     kinds: Kinds = {number: set() for number in traffic.requests}
     _note(kinds, traffic, expected, expected, tolerance)
@@ -56,11 +56,11 @@ def find_own_differences(
 
 
 def is_own(kind: str, number: int, kinds: Kinds) -> bool:
-    """Return whether a request's difference is of a kind that unsplit answers show, too.
+    """Return whether a request's difference is of a kind that unsplit answers also show.
 
-    It is to be the same request's, but for another token where log-probabilities are the same: there the model has done
-    the same, so it is the sampler that differs. vLLM's keeps state by the place of a request in the batch, and whose
-    place is the wrong one is another matter each time.
+    It must be a difference of the same request. The exception is another token with equal log-probabilities: the model
+    did the same, so the sampler differs. vLLM's sampler keeps state by a request's place in the batch, and it varies
+    which place is wrong.
     """
     if kind in kinds[number]:
         return True
@@ -68,14 +68,14 @@ def is_own(kind: str, number: int, kinds: Kinds) -> bool:
 
 
 def starts_from_others(abilities: Abilities, request: Request) -> bool:
-    """Return whether vLLM itself answers a request from whatever state another one has left."""
+    """Return whether vLLM itself starts this request from the state that another request has left."""
     return abilities.has_states and request.prompt.is_one_token
 
 
 def contradicts_itself(request: Request, answer: Answer, tolerance: float) -> bool:
-    """Return whether a greedy answer has a token that is not the best by its own log-probabilities, or not allowed.
+    """Return whether a greedy answer has a token that is not allowed, or not the best by its own log-probabilities.
 
-    False if that cannot be said.
+    Returns False if this cannot be decided.
     """
     if not request.is_greedy or request.structure is not None or any(name in request.sampling for name in UNCERTAIN):
         return False
@@ -96,7 +96,7 @@ def contradicts_itself(request: Request, answer: Answer, tolerance: float) -> bo
 def _note(
     kinds: Kinds, traffic: Round, expected: Mapping[int, Answer], answers: Mapping[int, Answer], tolerance: float
 ) -> None:
-    """Add what differs, and which answers contradict themselves."""
+    """Add the differences, and the answers that contradict themselves."""
     for number, answer in answers.items():
         request = traffic.requests[number]
         found = compare_answers(request, expected[number], answer, tolerance).difference
@@ -107,7 +107,7 @@ def _note(
 
 
 def _vary(traffic: Round, suspects: Mapping[int, set[str]]) -> Iterator[Round]:
-    """Return the round as it was, with arrivals spread out and in reverse, and suspects alone."""
+    """Yield the round unchanged, with arrivals spread out, reversed, and each suspect alone."""
     last = traffic.turns - 1
     requests = traffic.requests
     yield traffic
@@ -118,7 +118,7 @@ def _vary(traffic: Round, suspects: Mapping[int, set[str]]) -> Iterator[Round]:
 
 
 def _shuffle(traffic: Round) -> Iterator[Round]:
-    """Return the round in other orders of arrival."""
+    """Yield the round in other orders of arrival."""
     for number in range(SHUFFLES):
         arrivals = [request.arrives for request in traffic.requests.values()]
         random.Random(f"{traffic.seed}/shuffle/{number}").shuffle(arrivals)

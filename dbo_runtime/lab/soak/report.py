@@ -1,4 +1,4 @@
-"""The outcome of random traffic, split against unsplit."""
+"""The result of random traffic, with split steps compared to unsplit ones."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dbo_runtime.lab.soak.answer import Answer, Counts
 from dbo_runtime.lab.soak.comparison import ALARM, FAILURE, Difference
 from dbo_runtime.lab.soak.request import Request, Round
 
-SHOWN = 5  # bugs that are described in full
+SHOWN = 5  # bugs to describe in full
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A request that was answered otherwise where steps were split.
+    """A request that was answered differently with split steps.
 
     Attributes:
-        micro_batches: of the split run.
-        round: the request's; `check_equivalence(..., rounds=[round])` runs it alone.
-        number: of the request in its round.
-        request: what it asked; None if the whole round failed.
-        difference: the first one.
+        micro_batches: number of micro-batches in the split run.
+        round: number of the round; `check_equivalence(..., rounds=[round])` runs it alone.
+        number: number of the request in its round.
+        request: the request; None if the whole round failed.
+        difference: the first difference.
     """
 
     micro_batches: int
@@ -42,22 +42,22 @@ class Bug:
 
 @dataclass
 class Tally:
-    """What one number of micro-batches came to.
+    """The result for one number of micro-batches.
 
     Attributes:
-        micro_batches: that steps were split into.
-        requests: that were compared.
-        tokens: of the answers from split steps; of what was pooled, rows.
-        counts: what happened in the engine that splits.
-        features: requests by what they had besides a prompt.
-        aborted: requests that were running when they were aborted.
-        refused: requests that vLLM did not take, split and unsplit alike.
-        equal: requests without any difference.
-        ties: requests in which two tokens were equally likely, as far as rounding can tell, and either was taken once.
-        own: requests that unsplit runs of vLLM answer differently among themselves, by when they arrive.
-        bugs: all others.
-        largest: difference of any log-probability, or pooled number, in requests that are equal or ties.
-        seconds: that the split run took.
+        micro_batches: number of micro-batches that steps were split into.
+        requests: number of compared requests.
+        tokens: number of tokens in answers from split steps; for pooled results, rows.
+        counts: events in the engine that splits.
+        features: number of requests by feature, besides a prompt.
+        aborted: number of requests that were running when they were aborted.
+        refused: number of requests that vLLM did not accept, split and unsplit alike.
+        equal: number of requests without any difference.
+        ties: number of requests with two tokens that were equally likely within rounding, one taken in each run.
+        own: number of requests that unsplit runs of vLLM answer differently among themselves, depending on arrival.
+        bugs: all other requests with differences.
+        largest: largest difference of log-probabilities or pooled numbers, among equal requests and ties.
+        seconds: duration of the split run.
     """
 
     micro_batches: int
@@ -75,7 +75,7 @@ class Tally:
     seconds: float = 0.0
 
     def note_answers(self, traffic: Round, answers: dict[int, Answer]) -> None:
-        """Count what was asked and answered."""
+        """Count the requests and answers."""
         for number, answer in answers.items():
             self.requests += 1
             self.features.update(traffic.requests[number].features)
@@ -102,15 +102,15 @@ class Tally:
 
 @dataclass
 class EquivalenceReport:
-    """The outcome of `check_equivalence`; true if split steps gave what unsplit ones give.
+    """The result of `check_equivalence`; true if split steps gave the same results as unsplit ones.
 
     Attributes:
-        model: directory or name.
-        reference: what split steps were compared with.
-        seed: of the traffic.
-        command: that repeats a round; `ROUND` stands for its number.
-        tallies: one for each number of micro-batches.
-        seconds: in total, with the starts of engines.
+        model: directory or name of the model.
+        reference: the engine that split steps were compared with.
+        seed: seed of the traffic.
+        command: the command that repeats a round; `ROUND` stands for its number.
+        tallies: one result per number of micro-batches.
+        seconds: total duration, including the starts of engines.
     """
 
     model: str
@@ -122,12 +122,12 @@ class EquivalenceReport:
 
     @property
     def bugs(self) -> list[Bug]:
-        """All of them."""
+        """All bugs."""
         return [bug for tally in self.tallies for bug in tally.bugs]
 
     @property
     def failure(self) -> str | None:
-        """Why this is no proof of equivalence, in words; None if it is one."""
+        """The reason why this is no proof of equivalence; None if it is one."""
         if any(bug.difference.kind == FAILURE for bug in self.bugs):
             return "vLLM failed where steps were split"
         if any(bug.difference.kind == ALARM for bug in self.bugs):
@@ -140,7 +140,7 @@ class EquivalenceReport:
         return None
 
     def __bool__(self) -> bool:
-        """Return whether split steps gave what unsplit ones give."""
+        """Return whether split steps gave the same results as unsplit ones."""
         return self.failure is None
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ class EquivalenceReport:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it for programs: plain data that JSON takes."""
+        """Return the report as plain JSON data, for programs."""
         return {
             "model": self.model,
             "reference": self.reference,

@@ -1,4 +1,4 @@
-"""Requests of random traffic, and what a served model can be asked: plain data that travels between processes."""
+"""Requests of random traffic, and the abilities of a served model: plain data that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ GREEDY = 0.0  # temperature
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a served model can be asked.
+    """The kinds of requests that a served model can answer.
 
     Attributes:
-        vocabulary: token ids are below it.
-        special: token ids that no prompt has: they end texts or stand for images.
-        longest: tokens of a prompt and its answer together, at most.
-        words: short texts that answers may have, for stop strings and bad words; none without a tokenizer.
-        image_prompt: the text of a prompt with one image; none if the model takes no images.
-        loras: how many LoRA adapters are served.
-        lacking: features that this vLLM does not have here, which traffic leaves out.
-        has_states: whether layers keep a state of each request. vLLM takes a prompt of one token for a decode there,
-            which goes on from the state that another request has left in its place.
-        tasks: of vLLM's poolers, such as `embed`, of a model that pools and so answers no prompt; none of others.
+        vocabulary: size of the vocabulary; token ids are below it.
+        special: token ids that no prompt has, because they end texts or stand for images.
+        longest: most tokens of a prompt and its answer together.
+        words: short texts that answers may contain, for stop strings and bad words; empty without a tokenizer.
+        image_prompt: text of a prompt with one image; none if the model takes no images.
+        loras: number of served LoRA adapters.
+        lacking: features that this vLLM lacks here, so that traffic leaves them out.
+        has_states: whether layers keep a state per request. vLLM then treats a prompt of one token as a decode, which
+            continues from the state that another request has left in its place.
+        tasks: tasks of vLLM's poolers, such as `embed`, for a model that pools and answers no prompts; otherwise empty.
     """
 
     vocabulary: int
@@ -39,14 +39,14 @@ class Abilities:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of random tokens, of which the first may be those of other prompts; or one with an image.
+    """A prompt of random tokens, which may begin like other prompts; or a prompt with an image.
 
     Attributes:
-        prefix: which of the round's prefixes it begins with; None for none.
-        prefix_tokens: how many of that prefix's tokens.
-        tokens: of its own.
-        seed: of its own tokens, and of its image.
-        image: width and height [pixels], and the prompt is the model's own around it; None for a prompt of tokens.
+        prefix: number of the round's prefix that it begins with; None for none.
+        prefix_tokens: number of tokens taken from that prefix.
+        tokens: number of its own tokens.
+        seed: seed of its own tokens and its image.
+        image: width and height [pixels] of the image inside the model's own prompt; None for a prompt of tokens.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ class Prompt:
 
     @property
     def is_one_token(self) -> bool:
-        """Whether that is all."""
+        """Whether the prompt is a single token."""
         return self.image is None and self.tokens + self.prefix_tokens == 1
 
     def draw_tokens(self, abilities: Abilities, round_seed: str) -> list[int]:
@@ -71,13 +71,13 @@ class Request:
     """One request.
 
     Attributes:
-        prompt: what it asks.
-        sampling: arguments of vLLM's `SamplingParams`; log-probabilities are always among them. Empty if it pools.
-        structure: arguments of vLLM's `StructuredOutputsParams`; none for a free answer.
-        arrives: the turn in which it is added.
-        leaves: how many turns after that it is aborted; None for never.
+        prompt: the prompt.
+        sampling: arguments for vLLM's `SamplingParams`, always with log-probabilities. Empty if it pools.
+        structure: arguments for vLLM's `StructuredOutputsParams`; empty for a free answer.
+        arrives: turn in which it is added.
+        leaves: number of turns after which it is aborted; None for never.
         lora: number of its LoRA adapter, from 0; None for none.
-        pooling: arguments of vLLM's `PoolingParams`, of which `task` is one; none for a request that is answered.
+        pooling: arguments for vLLM's `PoolingParams`, including `task`; empty for a request that is answered.
     """
 
     prompt: Prompt
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def features(self) -> list[str]:
-        """What it has besides a prompt and a greedy answer, for counts."""
+        """The request's features besides a prompt and a greedy answer, for counts."""
         found = [name for name in self.sampling if name not in ("temperature", "max_tokens", "logprobs", "top_k")]
         found += ["structured_outputs"] if self.structure is not None else []
         found += ["image"] if self.prompt.image is not None else []
@@ -101,15 +101,15 @@ class Request:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken each time."""
+        """Whether the most likely token is always taken."""
         return bool(self.sampling.get("temperature") == GREEDY or self.sampling.get("top_k") == 1)
 
     def score(self, token: int, log_prob: float, before: list[int]) -> float:
-        """Return what a greedy request compares tokens by: the log-probability, with biases and penalties on it.
+        """Return the value by which a greedy request compares tokens: the log-probability with biases and penalties.
 
         Args:
-            token: that may be next.
-            log_prob: the model's, for that token.
+            token: token that may be next.
+            log_prob: the model's log-probability of that token.
             before: tokens of the answer so far.
         """
         count = before.count(token)
@@ -120,14 +120,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Round:
-    """Requests that are in flight together; nothing is cached when it begins.
+    """Requests that are in flight together. Nothing is cached when the round begins.
 
     Attributes:
-        number: from 0.
-        seed: that its prompts are made by.
-        requests: by number from 0.
-        pause: the turn before which all requests that run come to their ends, and costs of ops are measured where steps
-            are split, if that is asked for; None for never. Prefixes stay cached.
+        number: number of the round, from 0.
+        seed: seed of the prompts.
+        requests: requests by number from 0.
+        pause: turn before which all running requests are completed; if requested, op costs are then measured in the
+            split engine. None for never. Prefixes stay cached.
     """
 
     number: int
@@ -137,7 +137,7 @@ class Round:
 
     @property
     def turns(self) -> int:
-        """Turns until all requests have arrived, and the pause is over."""
+        """Number of turns until all requests have arrived, and the pause is over."""
         arrivals = [request.arrives for request in self.requests.values()]
         return 1 + max(arrivals + ([] if self.pause is None else [self.pause]), default=0)
 

@@ -1,4 +1,4 @@
-"""`dbo soak MODEL`: random traffic on real engines, split against unsplit."""
+"""`dbo soak MODEL`: random traffic on real engines, with split steps compared to unsplit ones."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ EXIT_DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; all others are those of vLLM's engine."""
+    """Add the command's arguments. All others are arguments of vLLM's engine."""
     parser.add_argument("model", help="directory or name of the model, as for `vllm serve`")
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="how many, for each number of micro-batches")
-    parser.add_argument("--micro-batches", default="2", metavar="N,...", help="numbers of them to split steps into")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests")
-    parser.add_argument("--rounds", metavar="N,...", help="run these rounds only, to repeat what a report names")
+    parser.add_argument(
+        "--requests", type=int, default=REQUESTS, help="number of requests, for each number of micro-batches"
+    )
+    parser.add_argument(
+        "--micro-batches", default="2", metavar="N,...", help="numbers of micro-batches to split steps into"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
+    parser.add_argument("--rounds", metavar="N,...", help="run only these rounds, to repeat failures of a report")
     parser.add_argument("--lora", action="append", default=[], metavar="DIR", help="a LoRA adapter; may be repeated")
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of log-probabilities")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="largest accepted difference of log-probabilities"
+    )
     parser.add_argument("--calibrate-between", action="store_true", help="measure costs of ops between requests")
     parser.add_argument("--first-steps", action="store_true", help="compare first steps, as with an untested vLLM")
-    parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON; vLLM's log moves to stderr")
     parser.set_defaults(program=parser.prog)
     parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the traffic and print the report; return 1 if split steps are not what unsplit ones are.
+    """Run the traffic and print the report. Return 1 if split steps gave other results than unsplit ones.
 
-    Settings of overlap are those of the environment.
+    This package's settings come from the environment.
 
     Raises:
-        ConfigError: if a list of numbers is none, or hypothesis is not installed.
+        ConfigError: a list of numbers cannot be read, or hypothesis is not installed.
     """
     micro_batches = _read_numbers("--micro-batches", arguments.micro_batches, 2)
     rounds = None if arguments.rounds is None else _read_numbers("--rounds", arguments.rounds, 0)
@@ -67,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that are the engine's, if they are not what vLLM takes without them."""
+    """Return the engine's arguments that differ from vLLM's defaults."""
     if not arguments.passed_on:
         return {}
     os.environ[ENABLE] = "0"

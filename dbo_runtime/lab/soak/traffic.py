@@ -1,4 +1,4 @@
-"""Draw random traffic by hypothesis: the same for the same seed, and the same version of hypothesis."""
+"""Draw random traffic with hypothesis: the same for the same seed and the same version of hypothesis."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from dbo_runtime.lab.soak.request import GREEDY, Abilities, Prompt, Request, Round
 
-PREFIXES = 3  # of a round
+PREFIXES = 3  # prefixes per round
 IMAGE_SIDES = (56, 84, 112)  # pixels
-TINY, SHORT, ANSWER = 5, 8, 24  # tokens, at most, of tiny and short prompts, and of answers
-LOG_PROBS, COPIES = 5, 3  # most log-probabilities and answers that a request asks for
-TURNS = 12  # in which the requests of a round arrive
-DRAWN, REPEATED = 4, 8  # times as many as there are requests are drawn; one in so many may repeat a prompt
-PAUSES = range(4, 9)  # turns that a round may pause before
-PATIENCE = 20  # turns, at most, after which a request is aborted
-ALLOWED_EVERY = 8  # rounds, of which one has requests with `allowed_token_ids`
+TINY, SHORT, ANSWER = 5, 8, 24  # most tokens of tiny prompts, of short prompts, and of answers
+LOG_PROBS, COPIES = 5, 3  # most log-probabilities and answers per request
+TURNS = 12  # turns in which the requests of a round arrive
+DRAWN, REPEATED = 4, 8  # factor of requests to draw; one in this many may repeat a prompt
+PAUSES = range(4, 9)  # turns before which a round may pause
+PATIENCE = 20  # most turns before a request is aborted
+ALLOWED_EVERY = 8  # one of this many rounds has requests with `allowed_token_ids`
 SCHEMA = {"enum": ["even", "odd", {"sure": True}, {"sure": False}, [1, 2, 3]]}
 STRUCTURES: tuple[dict[str, Any], ...] = (
     {"json": SCHEMA},
     {"regex": "[a-c]{2,6}[0-9]"},
     {"choice": ["yes", "no", "perhaps"]},
 )
-FEATURES = (  # what a request may have besides a prompt, of several at most three
+FEATURES = (  # features of requests besides a prompt, at most three each
     "aborted",
     "bad_words",
     "ignore_eos",
@@ -42,18 +42,18 @@ FEATURES = (  # what a request may have besides a prompt, of several at most thr
     "tiny",
 )
 UNSTRUCTURED = {"bad_words", "logit_bias", "min_tokens", "stop", "stop_token_ids", "penalties"}
-"""What could leave a structured answer without any token that it may go on with."""
+"""Features that could leave a structured answer without any token to continue with."""
 
 
 def draw_round(abilities: Abilities, number: int, size: int, run_seed: int, pauses: bool = False) -> Round:
-    """Return the round of that number, which does not depend on others.
+    """Return round *number*, which does not depend on other rounds.
 
     Args:
-        abilities: of the model.
-        number: from 0.
-        size: how many requests.
-        run_seed: of all rounds.
-        pauses: whether it has a pause.
+        abilities: abilities of the model.
+        number: number of the round, from 0.
+        size: number of requests.
+        run_seed: seed of all rounds.
+        pauses: whether the round has a pause.
     """
     name = f"{run_seed}/{number}"
     with_allowed = number % ALLOWED_EVERY == ALLOWED_EVERY - 1
@@ -79,9 +79,9 @@ def draw_round(abilities: Abilities, number: int, size: int, run_seed: int, paus
 
 
 def _choose(drawn: list[Request], size: int) -> list[Request]:
-    """Return the first so many with prompts of their own, and few whose prompts others have, too.
+    """Return the first *size* requests with their own prompts, and a few that repeat another request's prompt.
 
-    More than half of what hypothesis draws are copies of what it drew before, with small changes.
+    More than half of hypothesis's draws copy earlier ones with small changes.
     """
     kept: list[Request] = []
     others: list[Request] = []
@@ -148,7 +148,7 @@ def _list_features(abilities: Abilities) -> list[str]:
 
 
 def _draw_sampling(draw: st.DrawFn, abilities: Abilities, features: set[str]) -> dict[str, Any]:
-    """Draw what does not depend on the prompt; greedy, if features do not say otherwise."""
+    """Draw the arguments that do not depend on the prompt. Greedy, unless features say otherwise."""
     token = st.integers(0, abilities.vocabulary - 1).filter(lambda number: number not in abilities.special)
     words = st.sampled_from(abilities.words or ("",))
     longest = draw(st.one_of(st.integers(1, SHORT), st.integers(SHORT, ANSWER), st.integers(SHORT, ANSWER)))
@@ -180,7 +180,7 @@ def _draw_sampling(draw: st.DrawFn, abilities: Abilities, features: set[str]) ->
 
 
 def _draw_copies(draw: st.DrawFn, abilities: Abilities) -> dict[str, Any]:
-    """Draw several answers, which vLLM gives to no greedy request: with a seed, or of the most likely tokens."""
+    """Draw several answers, which vLLM does not give to greedy requests: with a seed, or of the most likely tokens."""
     sampling = {"temperature": draw(st.sampled_from([0.5, 1.0])), "n": draw(st.integers(1, COPIES)), "top_k": 1}
     if "seed" not in abilities.lacking and draw(st.booleans()):
         sampling |= {"seed": draw(st.integers(0, 2**31)), "top_k": draw(st.sampled_from([0, 5, 40]))}
@@ -192,7 +192,7 @@ def _draw_prompt(draw: st.DrawFn, abilities: Abilities, answer: int, features: s
     if "image" in features:
         side = st.sampled_from(IMAGE_SIDES)
         return Prompt(0, number, image=(draw(side), draw(side)))
-    if "tiny" in features:  # while others decode: ranks may take it for a decode, or not
+    if "tiny" in features:  # while others decode: ranks may or may not treat it as a decode
         return Prompt(draw(st.integers(1, TINY)), number)
     room = abilities.longest - answer
     prefix = draw(st.sampled_from([None, None, *range(PREFIXES)]))

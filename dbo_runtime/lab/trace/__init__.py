@@ -1,1 +1,1 @@
-"""Readers of traces, and of profiles of torch's profiler: what they say of a step, summed and drawn."""
+"""Readers of traces and of torch profiles, with summaries and drawings of steps."""

@@ -1,4 +1,4 @@
-"""Fields of objects in files that others may have written: each is checked where it is read."""
+"""Fields of objects in files that others may have written. Each field is checked as it is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dbo_runtime.errors import ConfigError
 
 
 class Fields:
-    """An object of a file, and where it is."""
+    """An object in a file, with its location."""
 
     def __init__(self, content: Any, where: str) -> None:
         if type(content) is not dict:
@@ -19,7 +19,7 @@ class Fields:
         self._where = where
 
     def get(self, name: str, is_allowed: Callable[[Any], bool], allowed: str) -> Any:
-        """Return a field; ConfigError unless it is as it must be."""
+        """Return a field. Raise ConfigError unless it is allowed."""
         value = self.content.get(name)
         if not is_allowed(value):
             raise ConfigError(f"{self._where}: {name} is {reprlib.repr(value)}; it must be {allowed}.")
@@ -31,15 +31,15 @@ class Fields:
 
 
 def is_list(value: Any) -> bool:
-    """Whether it is a list."""
+    """Return whether the value is a list."""
     return type(value) is list
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number, at least 0."""
+    """Return whether the value is a whole number of at least 0."""
     return type(value) is int and value >= 0
 
 
 def is_name(value: Any) -> bool:
-    """Whether it is text that leaves a terminal and a table as they are."""
+    """Return whether the value is text that cannot disturb a terminal or a table."""
     return type(value) is str and value.isprintable() and 0 < len(value) <= 1000

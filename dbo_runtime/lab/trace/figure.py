@@ -1,4 +1,4 @@
-"""Draw timelines as a picture, with matplotlib, which comes with the extra `lab`."""
+"""Draw timelines as a picture with matplotlib, which the extra `lab` installs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.ir.op import COMPUTE
 from dbo_runtime.observe.timeline import Timeline
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; a ninth micro-batch gets the first again.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. A ninth micro-batch gets the first colour again.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 DPI = 150
 WIDTH_INCHES = 16.0
 LANE_INCHES, FRAME_INCHES, MARGIN_INCHES = 0.45, 0.55, 0.9  # heights: a lane; the rest of a panel; title and legend
-MAX_INCHES = 400.0  # of height: matplotlib draws up to 2^16 pixels
-MAX_OUTLINED_SPANS = 200  # in a panel; of more, outlines would cover the bars
+MAX_INCHES = 400.0  # largest height: matplotlib draws up to 2^16 pixels
+MAX_OUTLINED_SPANS = 200  # spans in a panel; with more, outlines would cover the bars
 
 
 def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str) -> None:
-    """Write a PNG to *path*: a panel per named timeline, lanes as rows, `compute` first, a colour per micro-batch.
+    """Write a PNG to *path*: one panel per timeline, lanes as rows, `compute` first, one colour per micro-batch.
 
-    The panels, such as `unsplit` and `split`, share the axis of time, in milliseconds since each one's first start.
+    The panels, such as `unsplit` and `split`, share the time axis, in milliseconds since each panel's first start.
 
     Raises:
-        ConfigError: if matplotlib is missing, *timelines* is empty or too many, or the file cannot be written.
+        ConfigError: matplotlib is missing, *timelines* is empty or too many, or the file cannot be written.
     """
     if not timelines:
         raise ConfigError("timelines is empty, so there is nothing to draw: name at least one timeline.")
@@ -70,14 +70,14 @@ def _draw_panel(axes: Any, name: str, timeline: Timeline) -> None:
     for span in timeline.spans:
         bar = (span.start - origin) * 1e3, (span.end - span.start) * 1e3
         bars.setdefault((span.lane, span.micro_batch), []).append(bar)
-    # Many bars are neither snapped to pixels nor outlined, so that each is as wide as its op is long.
+    # With many bars, neither snap them to pixels nor outline them, so that each is as wide as its op is long.
     few = len(timeline.spans) <= MAX_OUTLINED_SPANS
     outline = {"edgecolor": "black", "linewidth": 0.4} if few else {"snap": False, "linewidth": 0}
     for (lane, micro_batch), intervals in bars.items():
         axes.broken_barh(intervals, (lanes.index(lane) - 0.4, 0.8), facecolor=_pick_colour(micro_batch), **outline)
     axes.set_title(f"{name}: {timeline.duration * 1e3:.4g} ms", loc="left", fontsize="medium", parse_math=False)
     axes.set_yticks(range(len(lanes)), lanes, parse_math=False)
-    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # the first lane on top
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)  # puts the first lane on top
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -1,4 +1,4 @@
-"""Summarize a step: what overlap gained, and what lanes lost time to."""
+"""Summarize a step: the gain from overlap, and the time that lanes lost."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Summary:
     """The figures of one split step; times in seconds.
 
     Attributes:
-        duration: from the first start to the last end.
-        busy: of each lane [lanes].
-        hidden: the share of the communication concurrent with computation; None without communication.
+        duration: time from the first start to the last end.
+        busy: time of each lane [lanes].
+        hidden: share of the communication that was concurrent with computation; None without communication.
         overlap: E_overlap, see `measure_overlap`; None without communication.
-        bound: a lower bound for any issue order, given the ops' durations of this step; None if not computed.
-        planning: that the host took to decide the step, before its first op; None if not recorded.
+        bound: a lower bound for any issue order, given this step's op durations; None if not computed.
+        planning: host time to decide the step, before its first op; None if not recorded.
         lost: seconds that each lane lost to each cause [lanes][causes].
     """
 
@@ -39,7 +39,7 @@ class Summary:
         return self.bound / self.duration if self.bound is not None and self.duration else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the summary as plain data."""
         return {**asdict(self), "efficiency": self.efficiency}
 
     def __str__(self) -> str:
@@ -77,11 +77,11 @@ def summarize(timeline: Timeline) -> Summary:
 
 
 def measure_overlap(timeline: Timeline) -> float | None:
-    """Return E_overlap = 1 - ECT / ECT_serial; None if nothing communicated.
+    """Return E_overlap = 1 - ECT / ECT_serial; None without communication.
 
-    ECT, the effective communication time, is the duration of the step less its computation; ECT_serial is the same
-    without overlap: the sum of all ops that communicate (Flux, arXiv:2406.06858). The computation is that of this
-    split step; `dbo plan` compares with the unsplit step instead (docs/planner.md).
+    ECT, the effective communication time, is the duration of the step minus its computation. ECT_serial is the same
+    without overlap: the sum of all communicating ops (Flux, arXiv:2406.06858). The computation is that of this split
+    step; `dbo plan` compares with the unsplit step instead (docs/planner.md).
     """
     compute = timeline.busy(COMPUTE)
     serial = sum(span.end - span.start for span in timeline.spans if span.lane not in COMPUTING)

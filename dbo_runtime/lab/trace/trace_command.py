@@ -1,4 +1,4 @@
-"""`dbo trace`: summarize the trace of one step, a profile of many, or a folder of either."""
+"""`dbo trace`: summarize a trace of one step, a profile of many, or a folder of either."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Figures = tuple[float | None, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument(
         "path",
-        help="a trace, a profile of torch's profiler (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
+        help="a trace, a torch profile (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
     )
-    parser.add_argument("--step", metavar="NUMBER", help="only this step of a profile")
-    parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one step as PNG, a panel for each rank")
-    parser.add_argument("--json", action="store_true", help="print all figures for programs, in seconds")
+    parser.add_argument("--step", metavar="NUMBER", help="show only this step of a profile")
+    parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one step as PNG, with a panel per rank")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON, in seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def _describe(traces: Steps) -> dict[str, Any]:
 
 
 def _tabulate(traces: Steps) -> str:
-    """Return a row for each rank of each step, one of medians, and what planning took, where that is known."""
+    """Return one row per rank and step, a row of medians, and planning times where known."""
     steps = [(file, name, summarize(line)) for file, lines in traces.items() for name, line in lines.items()]
     widths = max(len(file) for file, _, _ in steps), max(len("median"), *(len(name) for _, name, _ in steps))
     rows = [_align(widths, "step", "rank", HEADS, "most time lost to")]
@@ -130,7 +130,7 @@ def _align(widths: tuple[int, int], file: str, rank: str, cells: Sequence[str], 
 
 
 def _get_largest_loss(summary: Summary) -> str:
-    """Return the largest loss of a lane, such as `comm: wait 3.10 ms`."""
+    """Return a lane's largest loss, such as `comm: wait 3.10 ms`."""
     losses = [(seconds, lane, cause) for lane, causes in summary.lost.items() for cause, seconds in causes.items()]
     if not losses:
         return "nothing"

@@ -1,4 +1,4 @@
-"""Read trace files that `trace` wrote."""
+"""Read the trace files written by `observe.trace`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dbo_runtime.lab.trace.fields import Fields, is_count, is_list, is_name
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.outside_files import parse_json, read_text
 
-# What no step has more of. Figures are computed lane by lane, and add up durations.
+# Limits that no step exceeds, because computing figures takes time per lane and adds up durations.
 MAX_RANKS = 4096
 MAX_LANES = 16
 MAX_MICRO_BATCHES = 1024
@@ -19,10 +19,10 @@ MAX_MICROSECONDS = 1e12
 
 
 def read_trace(path: str | Path) -> dict[str, Timeline]:
-    """Return the timelines of a trace by name; their times are seconds since the trace's first event.
+    """Return the timelines in a trace by name. Times are seconds since the trace's first event.
 
     Raises:
-        ConfigError: if the file cannot be read, or is not a trace of dbo_runtime; names file and field.
+        ConfigError: the file cannot be read, or is not a trace of dbo_runtime. The message names file and field.
     """
     text = read_text(path, "trace")
     try:
@@ -66,7 +66,7 @@ def _is_micro_batch(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MAX_MICROSECONDS  # of a NaN, too, this is false
+    return type(value) in (int, float) and 0 <= value <= MAX_MICROSECONDS  # false for NaN, too
 
 
 def _is_wait(value: Any) -> bool:

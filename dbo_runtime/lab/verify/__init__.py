@@ -1,1 +1,1 @@
-"""Adapters verified against the model's own forward."""
+"""Verify adapters against the model's own forward."""

@@ -1,6 +1,6 @@
-"""`dbo adapter DIR`: verify a model's adapter against the model's own forward, and show what it declares.
+"""`dbo adapter DIR`: verify a model's adapter against the model's own forward, and show its declaration.
 
-`dbo adapter new MODEL` writes a draft of one.
+`dbo adapter new MODEL` writes a draft of an adapter.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ NEW = "new"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("model", help=f"directory with the model's config.json; weights are random; or `{NEW}`")
     parser.add_argument(
         "drafted",
         nargs="?",
-        help=f"after `{NEW}`: an architecture, or a model's directory, of which a draft is written",
+        help=f"after `{NEW}`: an architecture or a model's directory, to write a draft for",
     )
-    parser.add_argument("--output", metavar="FOLDER", help="of the draft, which is made; the default is ARCHITECTURE's")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="folder to make for the draft (default: named after ARCHITECTURE)"
+    )
     parser.add_argument("--render", action="store_true", help="print the schedule, with every wait, record and free")
-    parser.add_argument("--micro-batches", default="2", help="of that schedule, as DBO_MICRO_BATCHES takes it")
-    parser.add_argument("--policy", default="alternate", help="of that schedule, as DBO_POLICY takes it")
+    parser.add_argument("--micro-batches", default="2", help="the schedule's setting DBO_MICRO_BATCHES")
+    parser.add_argument("--policy", default="alternate", help="the schedule's setting DBO_POLICY")
     parser.add_argument(
         "--simulate",
         metavar="OP=MS,...",
-        help="draw when that schedule's ops would run, if in an unsplit step ops of these names took so many ms",
+        help="draw the times of the schedule's ops, given the ms of ops by name in an unsplit step",
     )
-    parser.add_argument("--side", action="store_true", help="verify what it declares where there is a side lane")
-    parser.add_argument("--json", action="store_true", help="print it for programs; vLLM's log moves to stderr")
+    parser.add_argument("--side", action="store_true", help="verify the program declared for a side lane")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; vLLM's log moves to stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify the adapter, or write a draft of one; return 1 if it is wrong.
+    """Verify the adapter, or write a draft of one. Return 1 if it is wrong.
 
     Raises:
-        ConfigError: if there is no such model, or a setting is not as it must be.
+        ConfigError: there is no such model, or a setting is not allowed.
     """
     if arguments.model == NEW:
         return _write_draft(arguments)
@@ -65,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
-        from dbo_runtime.lab.verify.verification import verify_adapter  # late: it imports vLLM
+        from dbo_runtime.lab.verify.verification import verify_adapter  # imported late, because it imports vLLM
 
         verification = verify_adapter(arguments.model, has_side=arguments.side)
     programs = (verification.program,) * config.parts
-    policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # there are no costs to search by
+    policy = ("alternate", 0) if config.policy[0] == "optimal" else config.policy  # without costs there is no search
     schedule = lower(programs, get_policy(*policy)(programs))
     validate(schedule)
     simulation = None if durations is None else Simulation.of(schedule, durations)
@@ -97,7 +99,7 @@ def _write_draft(arguments: argparse.Namespace) -> int:
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
-        from dbo_runtime.lab.verify.draft.drafting import draft_adapter  # late: it imports vLLM
+        from dbo_runtime.lab.verify.draft.drafting import draft_adapter  # imported late, because it imports vLLM
 
         draft = draft_adapter(arguments.drafted, arguments.output)
     if arguments.json:
@@ -108,7 +110,7 @@ def _write_draft(arguments: argparse.Namespace) -> int:
 
 
 def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
-    """Return the verdict on an adapter, and what it declares."""
+    """Return the verdict on an adapter, and its declaration."""
     waits = sum(len(step.waits) for step in schedule.instructions)
     counts = f"{len(schedule.programs)} micro-batches: {len(schedule.instructions)} instructions, {waits} waits"
     count = f"{counts}; digest {digest(schedule)}"
@@ -116,7 +118,7 @@ def describe(schedule: Schedule, verdict: str, with_table: bool) -> str:
 
 
 class Simulation(NamedTuple):
-    """Simulated times of a step, unsplit and split, in ms, and the timeline of the split one."""
+    """Simulated times of a step, unsplit and split, in ms, and the timeline of the split step."""
 
     unsplit: float
     split: float
@@ -124,10 +126,12 @@ class Simulation(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, durations: Mapping[str, float]) -> Simulation:
-        """Simulate a schedule whose ops take *durations* [ms] by name in an unsplit step, and their share in each part.
+        """Simulate a schedule.
+
+        Ops take *durations* [ms] by name in an unsplit step, and their share in each micro-batch.
 
         Raises:
-            ConfigError: if there is no op of such a name.
+            ConfigError: no op has such a name.
         """
         (program, *_) = schedule.programs
         names = {op.name for op in program.ops}
@@ -158,5 +162,5 @@ def _read_durations(text: str) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"--simulate: {part!r} is not OP=MS, such as attention=3.5.") from None
         if not 0 <= durations[name.strip()] < math.inf:
-            raise ConfigError(f"--simulate: {part!r} takes no such time; write 0 or more ms.")
+            raise ConfigError(f"--simulate: {part!r} must have a time of 0 or more ms.")
     return durations

@@ -1,4 +1,4 @@
-"""Compare a model's own forward with its program, step by step, where the model runs in vLLM."""
+"""Compare a model's own forward with its program, step by step, while vLLM runs the model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 
 
 class Mismatch(NamedTuple):
-    """An op of a program whose results are not the expected ones, or that does what it does not declare.
+    """An op of a program with wrong results or undeclared effects.
 
     Attributes:
-        op: the first that differs, such as `L3.mlp`; of an unsplit program the first after the last that agrees.
-        declared_at: `file:line` of its declaration.
-        cut: the token at which the step was cut; None if it was not.
-        step: describes the step.
+        op: label of the first op that differs, such as `L3.mlp`; in an unsplit program, the first op after the last one
+            that agrees.
+        declared_at: `file:line` of the op's declaration.
+        cut: the token at which the step was cut; None if it was not cut.
+        step: description of the step.
         relative_error: the largest difference, relative to the largest expected value.
-        fault: what it does that it does not declare; empty if its results differ.
+        fault: the undeclared effect; empty if the results differ.
     """
 
     op: str
@@ -59,13 +60,13 @@ class Mismatch(NamedTuple):
 
 @dataclass
 class Verification:
-    """The outcome of a verification.
+    """The result of a verification.
 
     Attributes:
-        program: that the adapter recorded.
-        cuts: how many were compared.
-        in_stages: whether it was also verified as two stages of a pipeline.
-        mismatches: the first of each step and cut; none if the adapter is right.
+        program: the program that the adapter recorded.
+        cuts: number of cuts that were compared.
+        in_stages: whether the adapter was also verified as two stages of a pipeline.
+        mismatches: the first mismatch of each step and cut; empty if the adapter is right.
     """
 
     program: Program
@@ -74,7 +75,7 @@ class Verification:
     mismatches: list[Mismatch] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Format as a line, or one for each mismatch."""
+        """Format as one line, or one line per mismatch."""
         if self.mismatches:
             return "\n".join(map(str, self.mismatches))
         how = f"unsplit{', in two stages' if self.in_stages else ''} and cut at {self.cuts} places"
@@ -82,15 +83,15 @@ class Verification:
 
 
 class ComparingForward:
-    """Replace a model's forward: run it, then the program unsplit and at every cut, and note mismatches.
+    """Replaces a model's forward: runs it, then the program unsplit and at every cut, and notes mismatches.
 
     Args:
-        program: of one micro-batch.
+        program: the program of one micro-batch.
         stages: the programs of two stages; None if there are none.
-        model: whose forward is replaced.
-        splitter: of the forward context.
-        take_inputs: of an `InputAdapter`.
-        caches: the KV caches, which vLLM adds when it has allocated them.
+        model: the model whose forward is replaced.
+        splitter: splitter for the forward context.
+        take_inputs: method of an `InputAdapter`; None without one.
+        caches: the KV caches; vLLM adds them to this list once they are allocated.
     """
 
     def __init__(
@@ -118,10 +119,10 @@ class ComparingForward:
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run one step by the model's own forward, and compare it with the program."""
+        """Run one step with the model's own forward, and compare the program with it."""
         x = self._model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds.clone()
         if self._take_inputs is not None:
-            x = self._take_inputs(self._model, x, True)  # the forward takes them as well
+            x = self._take_inputs(self._model, x, True)  # keep them, because the forward takes them, too
         expected: list[torch.Tensor] = []
         before = copy_tensors(self._caches)
         with listen(self._model, expected):
@@ -134,7 +135,7 @@ class ComparingForward:
         return hidden
 
     def _restore(self, copies: list[torch.Tensor]) -> None:
-        """Let the KV caches hold what they held when they were copied."""
+        """Write the copied contents back to the KV caches."""
         for cache, copy in zip(list_tensors(self._caches), copies, strict=True):
             cache.copy_(copy)
 
@@ -186,7 +187,7 @@ class ComparingForward:
             return run_watched(programs, inputs, latest_first(programs), lambda mb: enter_context(contexts[mb]))
 
     def _note_faults(self, step: str, cut: int | None, faults: list[Fault]) -> None:
-        """Note what ops do undeclared, each only once: it is the same at most cuts."""
+        """Note undeclared effects of ops. Each is noted only once, because it is the same at most cuts."""
         known = {(mismatch.op, mismatch.fault) for mismatch in self.verification.mismatches}
         for op, what in faults:
             if (op.label, what) not in known:

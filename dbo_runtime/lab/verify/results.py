@@ -1,4 +1,4 @@
-"""Keep the results of modules while a model runs, and compare those of ops with them."""
+"""Keep the results of modules while a model runs, and compare the results of ops with them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dbo_runtime.ir.op import Op
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.values import Value
 
-TOLERANCE = 1e-4  # in float32, relative to the largest value: what rounding in other shapes gives
+TOLERANCE = 1e-4  # in float32, relative to the largest value: rounding differs by shape
 
 
 def find_first_mismatch(
     program: Program, unsplit: dict[Value, Any], parts: Sequence[dict[Value, Any]]
 ) -> tuple[Op, float] | None:
-    """Return the first op whose concatenated results for the parts are not its unsplit result, and the error."""
+    """Return the first op whose concatenated micro-batch results differ from its unsplit result, with the error."""
     for op in program.ops:
         for value in op.writes:
             pieces = [part[value] for part in parts]
@@ -33,9 +33,9 @@ def find_first_mismatch(
 
 
 def join_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
-    """Concatenate the results of micro-batches along the tokens: the dimension in which they are smaller than *whole*.
+    """Concatenate micro-batches' results along the tokens: the dimension in which they are smaller than *whole*.
 
-    It is the first one for most models; those that vLLM runs by transformers' code have [1, tokens, hidden].
+    For most models this is the first dimension. Models that vLLM runs with transformers' code have [1, tokens, hidden].
     """
     sizes = [piece.shape for piece in pieces]
     if any(len(size) != whole.dim() for size in sizes):
@@ -47,9 +47,9 @@ def join_pieces(pieces: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Te
 def find_first_unmatched(
     program: Program, unsplit: dict[Value, Any], expected: Sequence[torch.Tensor]
 ) -> tuple[Op, float] | None:
-    """Return the op after the last one whose result is among the model's, and the error of the program's result.
+    """Return the op after the last one whose result is among the model's, with the error of the program's result.
 
-    None if the program's result is the model's, the last of *expected*.
+    Returns None if the program's result equals the model's, the last of *expected*.
     """
     error = max(compute_relative_error(unsplit[value], expected[-1]) for value in program.outputs)
     if error <= TOLERANCE:
@@ -74,7 +74,7 @@ def compute_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> floa
 
 @contextmanager
 def listen(model: torch.nn.Module, results: list[torch.Tensor]) -> Iterator[None]:
-    """Within the context, keep copies of all tensors that the model's modules return."""
+    """In this context, keep copies of all tensors that the model's modules return."""
     hooks = [module.register_forward_hook(partial(_keep, results)) for module in model.modules() if module is not model]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Verify an adapter's programs of two stages of a pipeline on a complete model, on one rank."""
+"""Verify an adapter's programs for two pipeline stages, with a complete model on one rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StageVerification(NamedTuple):
-    """The programs of a first and a second stage, of about half of the layers each."""
+    """The programs of a first and a second stage, each with about half of the layers."""
 
     first: Program
     second: Program
@@ -34,7 +34,7 @@ class StageVerification(NamedTuple):
     def compare(
         self, program: Program, unsplit: dict[Value, Any], x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[Op, float] | None:
-        """Return the first op whose results are not those of the complete model's *program*, and the error."""
+        """Return the first op whose results differ from those of the complete model's *program*, with the error."""
         expected = {op.label: [unsplit[value] for value in op.writes] for op in program.ops}
         before = run_ops(self.first, self.first.order_inputs({X: x.clone(), POSITIONS: positions}))
         results = (before[value].clone() for value in self.first.outputs)
@@ -53,11 +53,11 @@ class StageVerification(NamedTuple):
 def record_stages(
     adapter: ModelAdapter, model: VllmModel, collectives: ModelCollectives, has_side: bool = False
 ) -> StageVerification | None:
-    """Return the programs of two stages; None if the adapter takes none, or the model has fewer than two layers.
+    """Return the programs of two stages; None if the adapter takes no stages, or the model has fewer than two layers.
 
     Raises:
-        DeclineError: if the adapter declines a stage.
-        ProgramError: if the adapter takes stages, but not the tensors that they pass on.
+        DeclineError: the adapter declines a stage.
+        ProgramError: the adapter takes stages, but not the tensors that they send.
     """
     decoder = next((part for part in model.modules() if hasattr(part, "start_layer")), None)
     if not (isinstance(adapter, StageAdapter) and adapter.takes_stages) or decoder is None or len(decoder.layers) < 2:
@@ -80,7 +80,7 @@ def record_stages(
 
 @contextmanager
 def _as_stage(decoder: LlamaModel, layers: range) -> Iterator[None]:
-    """Within the context, let a complete decoder (of any family, like Llama's) look like a stage."""
+    """In this context, a complete decoder (of any family with Llama's structure) looks like a stage."""
     kept = decoder.start_layer, decoder.end_layer
     decoder.start_layer, decoder.end_layer = layers.start, layers.stop
     try:
@@ -90,7 +90,7 @@ def _as_stage(decoder: LlamaModel, layers: range) -> Iterator[None]:
 
 
 def _compute_error(actual: list[Any], expected: list[Any] | None) -> float:
-    """Return the largest relative error of an op's results; 0 if they are no tensors, or nothing is expected."""
+    """Return the largest relative error of an op's results; 0 if they are not tensors, or nothing is expected."""
     pairs = zip(actual, expected or (), strict=False)
     tensors = [pair for pair in pairs if all(isinstance(item, torch.Tensor) for item in pair)]
     return max((compute_relative_error(one, other) for one, other in tensors), default=0.0)

@@ -12,7 +12,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.outside_files import parse_json, read_text
 
 LAYERS = 4
-LARGE = 512  # the hidden size from which a config is shrunk
+LARGE = 512  # hidden size from which a config is shrunk
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEAD_DIM = "head_dim"
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -39,18 +39,18 @@ NAMES: Mapping[int, tuple[str, ...]] = {
     1: ("eos_token_id", "n_group", "topk_group", "first_k_dense_replace"),
     0: ("pad_token_id", "bos_token_id"),
 }
-"""Names that configs have for sizes, by the size that they get. Heads and experts divide by two."""
+"""Names of sizes in configs, by the size they get. Two divides the numbers of heads and experts."""
 
 TINY = {name: size for size, names in NAMES.items() for name in names}
 FACTORS = ("multiplier", "_scale", "scaling", "scale_")
-"""Parts of the names of factors: where they are 1, they get values that tell them apart in a draft."""
+"""Parts of names of factors. Factors of 1 get distinct values, so that a draft can tell them apart."""
 
 
 def make_config(model: str) -> dict[str, Any]:
-    """Return a tiny config of a model that is named as an architecture, or is a directory with a `config.json`.
+    """Return a tiny config of a model, given as an architecture name or as a directory with a `config.json`.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: there is no config.
     """
     file = Path(model) / "config.json"
     if os.path.isfile(file):  # `Path.is_file` raises where a name is too long
@@ -66,10 +66,10 @@ def make_config(model: str) -> dict[str, Any]:
 
 
 def get_defaults(architecture: str) -> dict[str, Any]:
-    """Return the defaults of the config class that transformers has for an architecture.
+    """Return the defaults of transformers' config class for an architecture.
 
     Raises:
-        ConfigError: if it has none.
+        ConfigError: transformers has none.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -78,7 +78,7 @@ def get_defaults(architecture: str) -> dict[str, Any]:
         if architecture in ((names,) if isinstance(names, str) else names) and kind in CONFIG_MAPPING:
             config = CONFIG_MAPPING[kind]()
             has_heads = hasattr(config, HEAD_DIM) or hasattr(config, "kv_lora_rank")
-            heads = {} if has_heads else {HEAD_DIM: TINY[HEAD_DIM]}  # some of vLLM's models ask for it
+            heads = {} if has_heads else {HEAD_DIM: TINY[HEAD_DIM]}  # some vLLM models read it
             return {**config.to_dict(), **heads, "model_type": config.model_type}
     raise ConfigError(
         f"transformers has no config class for {architecture}; name a directory with a config.json of such a model, "
@@ -89,9 +89,9 @@ def get_defaults(architecture: str) -> dict[str, Any]:
 def shrink(
     content: Mapping[str, Any], sizes: Mapping[str, int] = TINY, factors: Sequence[str] = FACTORS
 ) -> dict[str, Any]:
-    """Return a config with tiny *sizes*, also in configs inside, and shorter lists where they have an entry a layer.
+    """Return a config with tiny *sizes*, also in nested configs, and with lists of one entry per layer shortened.
 
-    *factors* are parts of the names of factors that get other values than 1.
+    *factors* are parts of the names of factors that get values other than 1.
     """
     layers = next((content[name] for name in COUNTS if isinstance(content.get(name), int)), 0)
     small: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def shrink(
 
 
 def shorten(values: Sequence[Any]) -> list[Any]:
-    """Return an entry for each layer that is left, of all kinds if there are few."""
+    """Return one entry per remaining layer, of all kinds if there are few kinds."""
     kinds = list(dict.fromkeys(values)) if all(isinstance(value, (str, int, float)) for value in values) else []
     if 1 < len(kinds) <= LAYERS // 2:
         return (kinds * LAYERS)[:LAYERS]
@@ -120,7 +120,7 @@ def shorten(values: Sequence[Any]) -> list[Any]:
 
 
 def find_hidden_size(content: Mapping[str, Any]) -> int:
-    """Return the hidden size of a config, or of a text config inside; 0 if it has another name."""
+    """Return the hidden size of a config, or of a text config inside it; 0 if it has another name."""
     inside = content.get("text_config")
     sizes = [content.get("hidden_size", 0), inside.get("hidden_size", 0) if isinstance(inside, dict) else 0]
     return max((size for size in sizes if isinstance(size, int)), default=0)

@@ -1,10 +1,10 @@
 """Verify an adapter against its model, op by op: on one rank, in this process, with random weights.
 
-The model's own forward is the reference. First the program runs unsplit, and its ops' results are searched for among
-those of the model's modules; then the step is cut at every token, and each op's results are compared with the unsplit
-program's. The micro-batches run in the issue order that leaves most to chance (`policies.latest_first`), with the KV
-cache as it was before the step: what needs an order has to declare it. In both runs each op is watched: whether it
-changes what it only reads, returns memory that is in use, or computes where it should communicate.
+The model's own forward is the reference. First the program runs unsplit, and each op's results are looked up among
+those of the model's modules. Then the step is cut at every token, and each op's results are compared with the unsplit
+program's. The micro-batches run in the order that exposes missing `ordered=True` (`policies.latest_first`), with the KV
+cache as it was before the step. In both runs each op is watched: whether it changes a value that it only reads, returns
+memory that is in use, or computes where it should communicate.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = (7, 5, 9)
 STEPS = 2  # a prefill of the prompts, and a decode
-NORM_DEVIATION = 0.1  # of the weights of norms around 1
-LOAD_FORMAT = "dbo_random"  # of random weights
+NORM_DEVIATION = 0.1  # deviation from 1 of norm weights
+LOAD_FORMAT = "dbo_random"  # load format with random weights
 ENVIRONMENT = {
-    ENABLE: "0",  # steps are split here, not by the plugin
+    ENABLE: "0",  # this module splits steps, not the plugin
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -68,20 +68,20 @@ def verify_adapter(
     has_side: bool = False,
     **options: Any,
 ) -> Verification:
-    """Run a model in vLLM, and compare its own forward with the program of its adapter, unsplit and at every cut.
+    """Run a model in vLLM, and compare its own forward with its adapter's program, unsplit and at every cut.
 
-    If the adapter takes stages of a pipeline, compare the programs of two stages as well, one after the other.
+    If the adapter takes pipeline stages, also compare the programs of two stages, one after the other.
 
     Args:
-        directory: with the model's `config.json`; weights are random.
-        adapter: the registered one if not given.
-        prompts: tokens of each.
-        has_side: whether to verify the program that the adapter declares where there is a `side` lane.
-        options: of `vllm.LLM`, on top of `OPTIONS`.
+        directory: directory with the model's `config.json`; weights are random.
+        adapter: the adapter to verify; by default the registered one.
+        prompts: number of tokens of each prompt.
+        has_side: whether to verify the program that the adapter declares if there is a `side` lane.
+        options: options for `vllm.LLM`, on top of `OPTIONS`.
 
     Raises:
-        DeclineError: if there is no adapter, or it declines the model, or vLLM's step cannot be split.
-        ProgramError: if the adapter breaks its contract.
+        DeclineError: there is no adapter, it declines the model, or vLLM's step cannot be split.
+        ProgramError: the adapter breaks its contract.
     """
     with run_model(directory, **options) as (llm, runner):
         model = runner.get_model()
@@ -97,14 +97,14 @@ def verify_adapter(
 
 @contextmanager
 def run_model(directory: str, **options: Any) -> Iterator[tuple[LLM, Any]]:
-    """Run a model in vLLM in this process, with random weights, and return it with vLLM's model runner.
+    """Run a model in vLLM in this process, with random weights; return it with vLLM's model runner.
 
     Args:
-        directory: with the model's `config.json`.
-        options: of `vllm.LLM`, on top of `OPTIONS`.
+        directory: directory with the model's `config.json`.
+        options: options for `vllm.LLM`, on top of `OPTIONS`.
 
     Raises:
-        DeclineError: if there are several ranks.
+        DeclineError: there are several ranks.
     """
     from vllm import LLM
 
@@ -121,7 +121,7 @@ def run_model(directory: str, **options: Any) -> Iterator[tuple[LLM, Any]]:
 
 
 def generate(llm: LLM, prompts: Sequence[int], steps: int = STEPS) -> None:
-    """Answer prompts of these lengths [tokens] with as many tokens as there are *steps*: a prefill, and decodes."""
+    """Answer prompts of these lengths [tokens] with *steps* tokens each: one prefill, then decodes."""
     from vllm import SamplingParams
 
     tokens = [[3 + (7 * i + j * j) % 50 for j in range(length)] for i, length in enumerate(prompts)]
@@ -132,11 +132,11 @@ def generate(llm: LLM, prompts: Sequence[int], steps: int = STEPS) -> None:
 def record(
     model: VllmModel, vllm_config: VllmConfig, adapter: ModelAdapter | None, has_side: bool = False
 ) -> tuple[Program, StageVerification | None]:
-    """Return the program of a model that vLLM has made, and those of two stages of a pipeline.
+    """Return the program of a model made by vLLM, and the programs of two pipeline stages.
 
     Raises:
-        DeclineError: if there is no adapter, or the model is declined.
-        ProgramError: if the adapter breaks its contract.
+        DeclineError: there is no adapter, or the model is declined.
+        ProgramError: the adapter breaks its contract.
     """
     architecture = vllm_config.model_config.architecture
     if adapter is None:
@@ -152,7 +152,7 @@ def record(
 
 
 def fill_weights(model: torch.nn.Module, seed: int = 0) -> None:
-    """Give a model random weights that keep activations at scale: vLLM's own dummy weights are close to zero."""
+    """Give a model random weights that keep activations at scale. vLLM's own dummy weights are close to zero."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -1,4 +1,4 @@
-"""Run the ops of micro-batches one after the other, in any issue order, and watch what each of them does."""
+"""Run the ops of micro-batches one after the other, in any issue order, and watch the effects of each op."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kept = dict[Value, Any]
 
 
 class Fault(NamedTuple):
-    """What an op did that it does not declare."""
+    """An undeclared effect of an op."""
 
     op: Op
     what: str
@@ -30,12 +30,13 @@ class Fault(NamedTuple):
 
 @dataclass
 class WatchedRun:
-    """A run, and what was found.
+    """A run, with the faults found in it.
 
     Attributes:
         programs: one per micro-batch.
-        kept: copies of what each micro-batch's ops wrote [micro-batches], which later ops may overwrite.
-        faults: in the order in which they were found.
+        kept: copies of the values that each micro-batch's ops wrote [micro-batches]; later ops may overwrite the
+            originals.
+        faults: the faults, in the order in which they were found.
     """
 
     programs: Sequence[Program]
@@ -45,7 +46,7 @@ class WatchedRun:
     _done: list[int] = field(default_factory=list)
 
     def run(self, inputs: Sequence[Sequence[Any]], order: Iterable[Issue], enter: Enter) -> None:
-        """Run the ops in *order*; *enter* makes a micro-batch the current one."""
+        """Run the ops in *order*. *enter* makes a micro-batch current."""
         self._values = [dict(zip(p.inputs, given, strict=True)) for p, given in zip(self.programs, inputs, strict=True)]
         self.kept = [{} for _ in self.programs]
         self._done = [0] * len(self.programs)
@@ -70,7 +71,7 @@ class WatchedRun:
         self.kept[micro_batch].update(zip(op.writes, copies, strict=True))
 
     def _list_held(self, own: int, running: Op) -> Iterator[Held]:
-        """Yield the values that a later op or the caller will read, without those that the running op reads."""
+        """Yield the values that later ops or the caller will read, except those that the running op reads."""
         for micro_batch, program in enumerate(self.programs):
             later = program.ops[self._done[micro_batch] :]
             needed = {*program.outputs, *(value for op in later for value in op.reads)}
@@ -85,10 +86,10 @@ def run_watched(
     order: Iterable[Issue] | None = None,
     enter: Enter = no_context,
 ) -> WatchedRun:
-    """Run micro-batches op by op on one rank, in *order*, by default one after the other.
+    """Run micro-batches op by op on one rank, in *order*; by default one micro-batch after the other.
 
     Raises:
-        ProgramError: if the function of an op fails, with the op and its line; the cause is what the function raised.
+        ProgramError: an op's function fails. The message names op and line; the cause is the function's error.
     """
     run = WatchedRun(programs)
     run.run(inputs, sequential(programs) if order is None else order, enter)
@@ -103,7 +104,7 @@ def run_ops(program: Program, inputs: Sequence[Any]) -> Kept:
 def _call(op: Op, micro_batch: int, reads: Sequence[Any]) -> Sequence[Any]:
     """Return the values that an op writes.
 
-    What its function raises is most often a mistake of the declaration: a value too many, or one of another shape.
+    An error of the op's function is most often a mistake in the declaration: an extra value, or one of another shape.
     """
     try:
         return unpack(op.fn(*reads), len(op.writes))
@@ -118,7 +119,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _are_among(results: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Return whether each tensor that was returned equals one that was given."""
+    """Return whether each returned tensor equals one of the given tensors."""
     return all(
         any(item.shape == other.shape and not find_change(item, [other]) for other in given)
         for item in list_tensors(list(results))

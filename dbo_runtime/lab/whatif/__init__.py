@@ -1,1 +1,1 @@
-"""Predictions for machines that are not here: commands and reports."""
+"""Predictions for other machines than this one: commands and reports."""

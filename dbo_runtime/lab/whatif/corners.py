@@ -1,4 +1,4 @@
-"""What costs may really be: corners of their uncertainty, of contention and of the imbalance of experts."""
+"""The range of true costs: corners of their uncertainty, of contention and of the imbalance of experts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import CommCost, OpCost
 from dbo_runtime.planner.online.predictor import DEFAULT_UNCERTAINTY, DOUBTED_CONTENTION
 
-CONTENTIONS = (1.0, DOUBTED_CONTENTION)  # of `compute` and `comm`, where the costs do not say more
-IMBALANCES = (1.0, 1.3)  # tokens of the busiest rank's experts by the mean
+CONTENTIONS = (1.0, DOUBTED_CONTENTION)  # contention of `compute` and `comm`, unless the costs say more
+IMBALANCES = (1.0, 1.3)  # ratio of the busiest rank's expert tokens to the mean
 
 
 class Corner(NamedTuple):
-    """One possibility.
+    """One possibility for the true costs.
 
     Attributes:
         compute, comm: factors of all costs on these lanes.
-        contention: at least so much, of both lanes.
-        imbalance: see `set_imbalance`.
+        contention: minimum contention of both lanes.
+        imbalance: imbalance of experts; see `set_imbalance`.
     """
 
     compute: float = 1.0
@@ -36,10 +36,9 @@ AS_PUBLISHED = Corner()
 
 
 def list_corners(share: float = DEFAULT_UNCERTAINTY) -> tuple[Corner, ...]:
-    """Return the corners, the published costs first: compute and communication off by *share*, against each other.
+    """Return the corners, published costs first: compute and communication off by *share*, in opposite directions.
 
-    If both were off in the same direction, a step would be longer or shorter, and the share that overlap saves the
-    same.
+    If both were off in the same direction, a step would be longer or shorter, but overlap would save the same share.
     """
     off = 1 + share
     factors = ((1.0, 1.0), (off, 1 / off), (1 / off, off))
@@ -57,6 +56,6 @@ def move_to(table: CostTable, corner: Corner) -> CostTable:
 
 
 def _stretch(cost: OpCost, factor: float) -> OpCost:
-    """Return a cost of which all times are longer by *factor*."""
+    """Return a cost with all times multiplied by *factor*."""
     times = {item.name: getattr(cost, item.name) * factor for item in fields(cost) if item.metadata.get("is_time")}
     return replace(cost, **times)

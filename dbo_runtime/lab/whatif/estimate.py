@@ -15,13 +15,13 @@ from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.prediction import Prediction
 
-ESTIMATE_SEARCH_STATES = 4_000  # of each search: enough for two micro-batches, and within 1 % for three
+ESTIMATE_SEARCH_STATES = 4_000  # states per search: enough for two micro-batches, and within 1 % for three
 
-MAX_KNOWN = 1_024  # predictions that are kept
+MAX_KNOWN = 1_024  # predictions to keep
 
 
 class Estimator:
-    """Predicts steps of one table, unsplit and in their best split."""
+    """Predicts steps with one table, unsplit and in their best split."""
 
     def __init__(self, table: CostTable) -> None:
         self._table = table
@@ -37,9 +37,9 @@ class Estimator:
         return next(iter(self.list_options(batch, config)), None)
 
     def list_options(self, batch: Batch, config: RuntimeConfig) -> tuple[Prediction, ...]:
-        """Return a prediction for each number of micro-batches, the fastest first; none if the step cannot be cut.
+        """Return a prediction for each number of micro-batches, fastest first; empty if the step cannot be cut.
 
-        If some number of micro-batches loses, more are not tried: each pays the fixed costs.
+        Once a number of micro-batches is slower, larger numbers are not tried, because each adds fixed costs.
         """
         if (batch, config) not in self._known:
             options: dict[int, Prediction] = {}
@@ -47,7 +47,7 @@ class Estimator:
             for parts in planner.list_counts(config):
                 option = _estimate_parts(planner, batch, replace(config, mode="always", micro_batches=parts))
                 if option is not None:
-                    options[option.micro_batches] = option  # some batches cannot be cut that often
+                    options[option.micro_batches] = option  # some batches do not allow this many cuts
                 if parts > 1 and (option is None or option.gain <= 0):
                     break
             self._known[batch, config] = tuple(sorted(options.values(), key=lambda option: option.split))
@@ -66,17 +66,17 @@ def _estimate_parts(planner: Planner, batch: Batch, config: RuntimeConfig) -> Pr
 
 
 def resize_batch(batch: Batch, tokens: int) -> Batch:
-    """Return a batch of *tokens* tokens that is otherwise like this one.
+    """Return a batch of *tokens* tokens that otherwise resembles *batch*.
 
-    Prompts grow and shrink in proportion, and are dropped if there are fewer tokens than prompts; of decodes, which
-    have one token each, there are more or fewer.
+    Prompts grow and shrink in proportion, and are dropped if there are fewer tokens than prompts. The number of decodes
+    changes, because they have one token each.
     """
     count = min(len(batch.query_lens), tokens) if batch.prefill_tokens else tokens
     contexts = tuple(batch.contexts[number % len(batch.contexts)] for number in range(count))
     if not batch.prefill_tokens:
         return replace(batch, query_lens=(1,) * count, context_lens=contexts)
     kept = batch.query_lens[:count]
-    spare = tokens - count  # in addition to one token for each
+    spare = tokens - count  # tokens beyond one per request
     edges = [spare * part // sum(kept) for part in accumulate(kept, initial=0)]
     lengths = tuple(1 + right - left for left, right in pairwise(edges))
     return replace(batch, query_lens=lengths, prefill_tokens=tokens, context_lens=contexts)

@@ -1,4 +1,4 @@
-"""Models with experts, by their published configurations: what is sent to experts, and what has to be kept."""
+"""Models with experts, from their published configurations: data sent to experts, and data kept in memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class ExpertModel:
-    """What of a model decides how its experts can be spread over ranks.
+    """The properties of a model that decide how its experts can be spread over ranks.
 
     Attributes:
-        name: as people call it.
-        hidden: numbers of a hidden state.
-        experts: routed experts of a layer.
-        chosen: of them that a token is sent to.
-        groups: of experts, of which a token's experts are in `chosen_groups`; 1 where routing knows no groups.
-        chosen_groups: see above.
-        expert_bytes: weights of one expert in all layers, in one byte each (FP8 or W8A8).
-        replicated_bytes: weights that every data parallel rank has: attention, dense MLPs, shared experts, vocabulary.
-        cache_bytes: of the KV cache, for each token of a sequence, in bf16.
+        name: common name.
+        hidden: number of values in a hidden state.
+        experts: number of routed experts in a layer.
+        chosen: number of experts that each token is sent to.
+        groups: number of groups of experts; a token's experts are in `chosen_groups` of them; 1 if routing has no
+            groups.
+        chosen_groups: number of groups that a token's experts are in.
+        expert_bytes: bytes of one expert's weights in all layers, one byte per weight (FP8 or W8A8).
+        replicated_bytes: bytes of weights on every data parallel rank: attention, dense MLPs, shared experts,
+            vocabulary.
+        cache_bytes: bytes of KV cache per token of a sequence, in bf16.
     """
 
     name: str
@@ -35,14 +37,14 @@ class ExpertModel:
     cache_bytes: float
 
     def count_experts(self, ranks: int) -> float:
-        """Return how many experts each of *ranks* ranks has; with more ranks than experts there are copies of them."""
+        """Return the number of experts on each of *ranks* ranks. With more ranks than experts, experts are copied."""
         return max(self.experts / ranks, 1.0)
 
     def count_hosts(self, hosts: int) -> float:
-        """Return on how many of *hosts* hosts, counting its own, a token's experts are expected to be.
+        """Return the expected number of hosts, among *hosts* and including its own, that have a token's experts.
 
-        With up to as many hosts as groups, a host has whole groups, and is needed unless all of them are left out. With
-        more, a group is on several hosts, and each chosen expert is taken to be on any host of the chosen groups alike.
+        With up to as many hosts as groups, a host has whole groups, and is needed unless none of them is chosen. With
+        more hosts, a group spans several, and each chosen expert is equally likely on any host of the chosen groups.
         """
         if self.groups >= hosts and self.groups % hosts == 0:
             left_out = comb(self.groups - self.groups // hosts, self.chosen_groups)
@@ -51,7 +53,7 @@ class ExpertModel:
         return reached * (1.0 - (1.0 - 1.0 / reached) ** self.chosen)
 
     def count_sequences(self, memory: float, ranks: int, tokens: int) -> int:
-        """Return for how many sequences of *tokens* tokens a rank with *memory* bytes has room after its weights.
+        """Return the number of sequences of *tokens* tokens that fit into *memory* bytes of a rank after its weights.
 
         Activations, communication buffers and fragmentation are not counted.
         """

@@ -1,4 +1,4 @@
-"""Spread the experts of a case over another number of ranks; attention stays data parallel, so a rank's batch stays."""
+"""Spread the experts of a case over another number of ranks. Attention is data parallel, so a rank's batch stays."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dbo_runtime.planner.costs.op_cost import ComputeCost
 
 
 def scale_experts(table: CostTable, ranks: int, model: ExpertModel, fabric: Fabric) -> CostTable:
-    """Return the costs with the experts of *model* spread over *ranks* ranks instead of those of the table.
+    """Return the costs with the experts of *model* spread over *ranks* ranks, instead of the table's number.
 
-    Each rank has fewer experts, so fewer weights to read, and gets as many tokens as before, because as many more ranks
-    send it some. Dispatch and combine cost what *fabric* says. All other ops stay.
+    Each rank has fewer experts, so fewer weights to read. It gets as many tokens as before, because more ranks send it
+    some. Dispatch and combine cost what *fabric* says. All other ops stay.
 
     Raises:
-        ConfigError: if the table has no experts of its own, or does not say over how many ranks they are spread.
+        ConfigError: the table has no separate expert ops, or does not say over how many ranks experts are spread.
     """
     known = table.provenance.parallel.get("expert", 0)
     experts = table.ops.get("experts")

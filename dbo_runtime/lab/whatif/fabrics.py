@@ -1,4 +1,4 @@
-"""What it costs to send tokens to their experts and back, by the number of ranks: from published measurements."""
+"""The cost of sending tokens to their experts and back by number of ranks, from published measurements."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Protocol
 from dbo_runtime.lab.whatif.expert_models import ExpertModel
 from dbo_runtime.planner.costs.op_cost import CommCost
 
-MEASURED_TOKENS = 128  # with which DeepEP and CloudMatrix-Infer measured the latency of dispatch and combine
-MEASURED_BYTES = 8 * 7680  # that CloudMatrix-Infer dispatched for each of them; it combined 8 x 14336
-BF16 = 2  # bytes of a number in a result that is combined
+MEASURED_TOKENS = 128  # tokens in DeepEP's and CloudMatrix-Infer's measurements of dispatch and combine latency
+MEASURED_BYTES = 8 * 7680  # bytes per token that CloudMatrix-Infer dispatched; it combined 8 x 14336
+BF16 = 2  # bytes per value of a combined result
 
 
 class Fabric(Protocol):
@@ -22,24 +22,24 @@ class Fabric(Protocol):
 
     @property
     def largest(self) -> int:
-        """The most ranks that such a network was published to join."""
+        """The largest number of ranks that such a network was published to join."""
 
     def price_dispatch(self, model: ExpertModel, ranks: int) -> CommCost:
-        """Return what it costs to send tokens, in one byte a number, to experts on *ranks* ranks."""
+        """Return the cost of sending tokens, one byte per value, to experts on *ranks* ranks."""
 
     def price_combine(self, model: ExpertModel, ranks: int) -> CommCost:
-        """Return what it costs to send their results, in bf16, back."""
+        """Return the cost of sending their results back, in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFabric(ABC):
-    """A network whose all-to-all takes as long as the link to other hosts, and a start.
+    """A network whose all-to-all takes the time of the link to other hosts, plus a start.
 
     Attributes:
-        start_dispatch, start_combine: seconds.
-        padding: bytes of scales, by those of the token that they come with.
-        ranks_per_host: ranks that need no such link to reach each other; a power of two.
-        largest: see `Fabric`.
+        start_dispatch, start_combine: seconds of the start.
+        padding: bytes of scales per byte of the token that they belong to.
+        ranks_per_host: number of ranks that reach each other without this link; a power of two.
+        largest: largest number of ranks; see `Fabric`.
     """
 
     start_dispatch: float
@@ -61,7 +61,7 @@ class LinkFabric(ABC):
 
     @abstractmethod
     def get_rate(self, ranks: int) -> float:
-        """Return the bytes a second that a rank sends."""
+        """Return the bytes per second that a rank sends."""
 
     @abstractmethod
     def count_sent(self, model: ExpertModel, ranks: int) -> float:
@@ -70,11 +70,11 @@ class LinkFabric(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFabric(LinkFabric):
-    """A network over which a token is sent once to each host that has experts of it.
+    """A network that sends a token once to each host that has experts for it.
 
     Attributes:
-        rates: bytes a second that a rank sends, by the number of ranks; larger numbers have the last rate.
-        sends_to_own: whether the published rates count what stays on the own host.
+        rates: bytes per second that a rank sends, by number of ranks; larger numbers have the last rate.
+        sends_to_own: whether the published rates include data that stay on the same host.
     """
 
     rates: Mapping[int, float]
@@ -93,10 +93,10 @@ class HostFabric(LinkFabric):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFabric(LinkFabric):
-    """A network over which a token is sent to each of its experts.
+    """A network that sends a token to each of its experts.
 
     Attributes:
-        rate: bytes a second of the link.
+        rate: bytes per second of the link.
     """
 
     rate: float
@@ -112,15 +112,15 @@ class ExpertFabric(LinkFabric):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFabric:
-    """A network of which the latency of 128 tokens was published for few and for many ranks.
+    """A network with published latencies of 128 tokens for few and for many ranks.
 
-    Between the two it is interpolated by the logarithm of the ranks. Half of it is taken to be start-up, whatever the
-    tokens; no source says which share is.
+    Latencies in between are interpolated by the logarithm of the number of ranks. Half of each is assumed to be
+    start-up, independent of the tokens; no source gives this share.
 
     Attributes:
-        few, many: numbers of ranks.
+        few, many: the two numbers of ranks.
         dispatch, combine: seconds with few ranks and with many.
-        largest: see `Fabric`.
+        largest: largest number of ranks; see `Fabric`.
     """
 
     few: int
@@ -131,7 +131,7 @@ class MeasuredFabric:
 
     def price_dispatch(self, model: ExpertModel, ranks: int) -> CommCost:
         """See `Fabric`."""
-        size = model.chosen * (model.hidden + 512.0)  # int8, and 512 bytes with the scale, as of DeepSeek's 7.5 KB
+        size = model.chosen * (model.hidden + 512.0)  # int8, and 512 bytes with the scale, as in DeepSeek's 7.5 KB
         return self._price(self.dispatch, ranks, MEASURED_BYTES, size)
 
     def price_combine(self, model: ExpertModel, ranks: int) -> CommCost:
@@ -144,7 +144,7 @@ class MeasuredFabric:
         return CommCost(seconds / 2, seconds / 2 / MEASURED_TOKENS / measured, size)
 
 
-# 910B: 200 Gbit/s RoCE for each chip (assumed, as in all cases of 910B), start-up as on 910C.
+# 910B: 200 Gbit/s RoCE per chip (assumed, as in all cases of 910B), start-up as on 910C.
 _ROCE = HostFabric(
     rates=MappingProxyType({8: 25e9}),
     start_dispatch=76e-6,

@@ -1,4 +1,4 @@
-"""What splitting brings to a fleet of chips: throughput, and the chips that it saves, each with its range."""
+"""The gain of splitting for a fleet of chips: throughput, and the chips it saves, each with its range."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ NOTHING, UNCHANGED = Range(0.0, 0.0, 0.0), Range(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """A case on so many chips. Ranges are over the corners; see `corners.list_corners`.
+    """A case on a number of chips. Ranges are over the corners; see `corners.list_corners`.
 
     Attributes:
         case: the case.
-        chips: of the fleet.
-        ranks: over which experts are spread; a larger fleet has several such groups.
-        step: of a rank; None if the weights leave no room for one.
-        micro_batches: of the fastest split.
-        speed_up: how many times faster than unsplit that is.
-        throughput: tokens a second of a chip, unsplit.
-        saved: chips that the decision saves of those that a million tokens a second need; 0 if it is not to split.
-        is_split: what the runtime would decide from the published costs.
+        chips: number of chips in the fleet.
+        ranks: number of ranks that experts are spread over; a larger fleet has several such groups.
+        step: the step of a rank; None if the weights leave no room for one.
+        micro_batches: number of micro-batches in the fastest split.
+        speed_up: speed-up of the fastest split over the unsplit step.
+        throughput: tokens per second of a chip, unsplit.
+        saved: chips that the decision saves, of those needed for a million tokens per second; 0 if it is not to split.
+        is_split: whether the runtime would split, based on the published costs.
     """
 
     case: ScaleCase
@@ -50,7 +50,7 @@ class FleetRow:
 
     @property
     def needed(self) -> Range:
-        """Chips that a million tokens a second need, unsplit."""
+        """Number of chips needed for a million tokens per second, unsplit."""
         low, point, high = self.throughput
         return Range(MILLION / high, MILLION / point, MILLION / low)
 
@@ -58,17 +58,17 @@ class FleetRow:
 def predict_fleet(
     case: ScaleCase, chips: int, config: RuntimeConfig, step: Batch | None = None, corners: Sequence[Corner] = ()
 ) -> FleetRow:
-    """Return what splitting brings to *case* on so many chips.
+    """Return the gain of splitting for *case* on this number of chips.
 
-    The step is cut and ordered by the published costs, as the runtime would with these; then it is predicted with the
-    costs of every corner, as if those were the true ones. So a range also says what a wrong file of costs costs.
+    The step is cut and ordered by the published costs, as the runtime would do. It is then predicted with the costs of
+    every corner, as if those were the true ones. So a range also shows the price of a wrong cost file.
 
     Args:
-        case: a phase of a model on a kind of chip.
-        chips: a power of two.
-        config: the settings; ops stay on one compute lane unless `side` says otherwise.
-        step: of a rank; by default what the case has, as far as memory allows.
-        corners: the published costs first; by default `list_corners()`.
+        case: the phase of a model on a kind of chip.
+        chips: number of chips, a power of two.
+        config: settings; ops stay on one compute lane unless `side` says otherwise.
+        step: the step of a rank; by default the case's, as far as memory allows.
+        corners: corners, published costs first; by default `list_corners()`.
     """
     row = FleetRow(case, chips, case.count_ranks(chips), step or case.fill_step(chips))
     if row.step is None:
@@ -84,7 +84,7 @@ def predict_fleet(
         unsplit = predictor.predict_unsplit(features)
         times.append((unsplit, predictor.predict_split(choice.order, slices) if choice else unsplit))
     is_split = choice is not None and choice.prediction.pays(config.margin)
-    work = row.step.tokens * case.ranks_per_chip  # tokens of a chip in a step
+    work = row.step.tokens * case.ranks_per_chip  # tokens per chip and step
     saved = [MILLION / work * (unsplit - split) if is_split else 0.0 for unsplit, split in times]
     return replace(
         row,
@@ -97,9 +97,9 @@ def predict_fleet(
 
 
 def choose_split(table: CostTable, step: Batch, config: RuntimeConfig) -> SplitChoice | None:
-    """Return the fastest split of a step, whether it pays or not; None if the step cannot be cut.
+    """Return the fastest split of a step, even if it is slower than unsplit; None if the step cannot be cut.
 
-    If some number of micro-batches loses, more are not tried: each pays the fixed costs.
+    Once a number of micro-batches is slower, larger numbers are not tried, because each adds fixed costs.
     """
     planner = open_planner(table, [step])
     best: SplitChoice | None = None

@@ -1,4 +1,4 @@
-"""What `dbo plan --scale` prints: a row for each case and number of chips, as text and as JSON."""
+"""The output of `dbo plan --scale`: one row per case and number of chips, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTE = (
 
 
 def describe_fleet(rows: Sequence[FleetRow]) -> str:
-    """Return the rows of each model as a table."""
+    """Return one table of rows per model."""
     models = dict.fromkeys(row.case.experts.name for row in rows)
     blocks = [
         f"{model}\n{align([HEAD, *(_list_row(row) for row in rows if row.case.experts.name == model)])}"
@@ -39,7 +39,7 @@ def describe_fleet(rows: Sequence[FleetRow]) -> str:
 
 
 def list_rows(rows: Iterable[FleetRow]) -> list[dict[str, Any]]:
-    """Return the rows for a program; a range is low, by the published costs, and high."""
+    """Return the rows as data. A range is low, by the published costs, and high."""
     return [
         {
             "case": row.case.case,

@@ -1,10 +1,10 @@
-"""Figures as text: tables, milliseconds, and names of splits."""
+"""Format figures as text: tables, milliseconds, and names of splits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_NAMED = 2  # ops on `side`
+MOST_NAMED = 2  # ops on `side` listed by name
 DECIMALS = 6  # decimals of milliseconds in JSON
 
 
@@ -22,7 +22,7 @@ def to_ms(seconds: float) -> float:
 
 
 def name_split(micro_batches: int, side_ops: Sequence[str]) -> str:
-    """Return the number of micro-batches, and the ops on `side`, such as `1, keys concurrent`; of many their number."""
+    """Return the number of micro-batches with the ops on `side`, such as `1, keys concurrent`; many ops are counted."""
     if not side_ops:
         return f"{micro_batches}"
     named = " and ".join(side_ops) if len(side_ops) <= MOST_NAMED else f"{len(side_ops)} ops"

@@ -1,4 +1,4 @@
-"""Steps that others measured unsplit and split, what the model predicts for them, and what it cannot predict."""
+"""Published measurements of unsplit and split steps, with predictions of the model, and those it cannot predict."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from dbo_runtime.planner.online.prediction import Prediction
 
 NOTHING = "nothing"
 WIDTH = 120
-PAYS_FROM = 1.02  # times faster: a measured gain below the default margin is none
+PAYS_FROM = 1.02  # speed-up: a measured gain below the default margin counts as none
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """A step in two micro-batches, as it was published.
+    """A published step in two micro-batches.
 
     Attributes:
-        case: the published case with the costs of its unsplit step.
-        source: where it was published.
-        size: tokens of the step.
-        speed_up: how many times faster than unsplit it was; None if it is said not to pay, without a figure.
-        tolerance: by which share the prediction may differ before the model counts as contradicted.
-        fitted: what of the case was fitted to a split step.
-        published: the speed-up in words, where a range was published; `speed_up` is its middle.
-        context: tokens that each decode has in the KV cache, if not those of the case.
-        ranks: over which experts were spread, if not those of the case.
-        miss: why the model is further off than the tolerance, as far as the publication shows.
+        case: name of the published case with the costs of its unsplit step.
+        source: the publication.
+        size: number of tokens in the step.
+        speed_up: measured speed-up over the unsplit step; None if said not to pay, without a figure.
+        tolerance: largest relative difference of the prediction before the model counts as contradicted.
+        fitted: the part of the case that was fitted to a split step.
+        published: speed-up in words, if a range was published; `speed_up` is then its middle.
+        context: number of each decode's tokens in the KV cache, if not the case's.
+        ranks: number of ranks that experts were spread over, if not the case's.
+        miss: reason why the model is off by more than the tolerance, as far as the publication shows.
     """
 
     case: str
@@ -52,14 +52,14 @@ class Measurement:
 
     @property
     def step(self) -> Batch:
-        """The requests."""
+        """The requests of the step."""
         step = resize_batch(get_case(self.case).step, self.size)
         context = step.contexts if self.context is None else (self.context,) * len(step.query_lens)
         return replace(step, context_lens=tuple(context))
 
     @property
     def table(self) -> CostTable:
-        """The costs, with experts over as many ranks as there were."""
+        """The costs, with experts spread over the measured number of ranks."""
         table = get_case(self.case).table
         if self.ranks is None:
             return table
@@ -75,12 +75,12 @@ class Measurement:
 
 
 class Unpredicted(NamedTuple):
-    """A publication that does not give enough to predict what it measured.
+    """A publication that lacks data needed to predict its measurement.
 
     Attributes:
-        source: where.
-        measured: what was published.
-        reason: what is missing.
+        source: the publication.
+        measured: the published result.
+        reason: the missing data.
     """
 
     source: str
@@ -90,13 +90,13 @@ class Unpredicted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the model predicts for a measurement: how many times faster than unsplit two micro-batches are.
+    """The model's prediction for a measurement, as speed-up of two micro-batches over unsplit.
 
     Attributes:
-        measurement: what was published.
-        predicted: by the costs as they are.
-        one_lane: with all ops that compute on one lane.
-        without_contention: if no lane slowed another.
+        measurement: the published measurement.
+        predicted: speed-up by the costs as they are.
+        one_lane: speed-up with all computing ops on one lane.
+        without_contention: speed-up if lanes did not slow each other down.
         is_split: whether the runtime would split the step.
     """
 
@@ -110,7 +110,7 @@ class Comparison:
     def agrees(self) -> bool:
         """Whether the model is not contradicted.
 
-        The prediction must be within the tolerance, and no gain above what there is without contention; where
+        The prediction must be within the tolerance, and no measured gain may exceed the gain without contention. If
         splitting did not pay, the runtime must not split.
         """
         speed_up = self.measurement.speed_up
@@ -210,7 +210,7 @@ UNPREDICTED = (
 
 
 def compare(measurement: Measurement) -> Comparison:
-    """Return what the model predicts for a measurement."""
+    """Return the model's prediction for a measurement."""
     table = measurement.table
     free = replace(table, contention=dict.fromkeys(table.contention, 1.0))
     as_it_is = _predict(table, measurement.step, "auto")
@@ -224,7 +224,7 @@ def compare(measurement: Measurement) -> Comparison:
 
 
 def describe_comparisons(comparisons: Sequence[Comparison], unpredicted: Sequence[Unpredicted] = UNPREDICTED) -> str:
-    """Return a table of what was published and what the model says, as times faster than unsplit, with reasons."""
+    """Return a table of published and predicted speed-ups, with reasons."""
     head = "published by", "case", "tokens", "published", "model", "one lane", "no contention", "fitted"
     rows = [
         (

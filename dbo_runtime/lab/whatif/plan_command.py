@@ -1,4 +1,4 @@
-"""`python -m dbo_runtime plan`: predict from a cost file what splitting gains; needs no device."""
+"""`dbo plan`: predict from a cost file what splitting gains; needs no device."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_values import read_count
 
 DEFAULT_TOKENS = 8192
-MAX_TOKENS = 1 << 22  # in a step; larger numbers are errors
+MAX_TOKENS = 1 << 22  # tokens in a step; larger numbers are errors
 MAX_REQUESTS = 1 << 14
-MAX_BREAK_EVEN_TOKENS = 32_768  # up to which a break-even is searched, or as many as the step has
-MAX_BREAK_EVEN_DECODES = 1_024  # the same for steps of decodes, which have one token each
+MAX_BREAK_EVEN_TOKENS = 32_768  # limit of the search for a break-even, unless the step has more
+MAX_BREAK_EVEN_DECODES = 1_024  # same for steps of decodes, which have one token each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
     parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
     parser.add_argument(
@@ -55,50 +55,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--tokens", help=f"tokens in the step (default: those of the published case, or {DEFAULT_TOKENS})"
     )
-    step.add_argument("--requests", help="prompts that share them evenly (default: those of the case, or 1)")
-    step.add_argument("--query-lens", metavar="N,N,...", help="instead: the tokens of each request; 1 is a decode")
-    step.add_argument("--decodes", help="instead: so many decodes")
     step.add_argument(
-        "--context", help="tokens that each request has in the KV cache already (default: 0, or the case's)"
+        "--requests", help="number of equal prompts that share the tokens (default: those of the case, or 1)"
     )
+    step.add_argument("--query-lens", metavar="N,N,...", help="the tokens of each request instead; 1 is a decode")
+    step.add_argument("--decodes", help="this number of decodes instead")
+    step.add_argument("--context", help="tokens of each request already in the KV cache (default: 0, or the case's)")
     machine = parser.add_argument_group("the machine and the model")
-    machine.add_argument("--model", help=f"take this model's number of layers: {', '.join(MODELS)}")
-    machine.add_argument("--tp", help="scale to so many tensor parallel ranks, a power of two")
+    machine.add_argument("--model", help=f"use this model's number of layers: {', '.join(MODELS)}")
+    machine.add_argument("--tp", help="scale to this number of tensor parallel ranks, a power of two")
     machine.add_argument("--bandwidth", help="scale the network: a factor such as 0.5x, or a rate such as 100GB/s")
     machine.add_argument(
         "--network",
         metavar="RANKS:RATE:RATE",
-        help="for --tp: ranks of a host, and rates within a host and between hosts, such as 8:121.3GB/s:25GB/s "
+        help="for --tp: ranks per host, and rates within a host and between hosts, such as 8:121.3GB/s:25GB/s "
         "(default: those of the published case, or one level)",
     )
     machine.add_argument(
-        "--imbalance", metavar="X", help="tokens that the busiest rank's experts get, by the mean, such as 1.3"
+        "--imbalance", metavar="X", help="tokens of the busiest rank's experts, relative to the mean, such as 1.3"
     )
-    settings = parser.add_argument_group("the settings, as DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE are")
+    settings = parser.add_argument_group("the settings DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE")
     settings.add_argument("--micro-batches", default="auto")
     settings.add_argument("--margin", default="0.02")
     settings.add_argument("--policy", default="optimal")
     settings.add_argument("--side", default="auto")
     output = parser.add_argument_group("the output")
-    output.add_argument("--sweep", metavar="AXES", help=f"print a table instead, over some of {','.join(GRIDS)}")
+    output.add_argument(
+        "--sweep", metavar="AXES", help=f"print a table instead, over these axes: some of {','.join(GRIDS)}"
+    )
     output.add_argument(
         "--scale",
         nargs="?",
         const="",
         metavar="MODEL",
-        help=f"print instead what overlap brings on {CHIPS[0]} to {CHIPS[-1]} chips: of r1, of qwen3-235b, of all if "
-        "none is named, or of the case that --costs names",
+        help=f"print instead the gain on {CHIPS[0]} to {CHIPS[-1]} chips: for r1, for qwen3-235b, for all if "
+        "none is named, or for the case that --costs names",
     )
     output.add_argument("--trace", metavar="FILE", help="write the split step's timeline for ui.perfetto.dev, as JSON")
     output.add_argument("--figure", metavar="FILE", help="draw the step unsplit and split, as PNG (needs matplotlib)")
-    output.add_argument("--json", action="store_true", help="print figures for programs")
+    output.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer, and print.
+    """Answer the question, and print the answer.
 
     Raises:
-        ConfigError: naming the argument, if one is not as it must be.
+        ConfigError: an argument is not allowed. The message names it.
     """
     if arguments.list:
         return _print(describe_cases(list_cases()))
@@ -116,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_fleet(arguments: argparse.Namespace) -> int:
-    """Print a row for each case and number of chips; all ops that compute stay on one lane."""
+    """Print one row per case and number of chips. All computing ops stay on one lane."""
     cases = find_scale_cases(model=arguments.scale or None, name=arguments.costs)
     config = replace(_read_settings(arguments), side="off")
     step = None
@@ -144,7 +146,7 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
 
 
 def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
-    """Yield *points*, with a progress bar if standard error is a terminal and tqdm, which vLLM installs, is there."""
+    """Yield *points*, with a progress bar if standard error is a terminal and tqdm is installed, as vLLM does."""
     if find_spec("tqdm") is None:
         return points
     from tqdm import tqdm

@@ -1,4 +1,4 @@
-"""What the plan command prints of one step: figures as text, and as JSON."""
+"""The output of the plan command for one step: figures as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 
 WIDTH = 120
 LAYERS_DRAWN = 3
-MIN_GAP_SHOWN = 1e-4  # smaller gaps are shown as less than this
+MIN_GAP_SHOWN = 1e-4  # smaller gaps are shown as "less than this"
 
 
 def describe_cases(cases: Sequence[PublishedCase]) -> str:
@@ -33,7 +33,7 @@ def describe_cases(cases: Sequence[PublishedCase]) -> str:
 
 
 def describe_whatif(name: str, table: CostTable, answer: WhatIf, break_even: BreakEven, margin: float) -> str:
-    """Return the answer for a reader."""
+    """Return the answer as text."""
     lines = [_describe_origin(name, table), "", _describe_step(table, answer), ""]
     lines.extend(_tabulate_splits(answer))
     lines.append("")
@@ -44,7 +44,7 @@ def describe_whatif(name: str, table: CostTable, answer: WhatIf, break_even: Bre
 
 
 def list_figures(name: str, table: CostTable, answer: WhatIf, break_even: BreakEven, margin: float) -> dict[str, Any]:
-    """Return the answer for a program; times are in milliseconds."""
+    """Return the answer as data. Times are in milliseconds."""
     best = answer.best
     return {
         "costs": name,
@@ -162,7 +162,7 @@ def _describe_break_even(break_even: BreakEven, margin: float) -> str:
 
 
 def _draw_start(split: Split, layers: int) -> str:
-    """Draw the first layers; drawn in the same width, all of them would show nothing."""
+    """Draw the first layers only, because all layers in the same width would show nothing."""
     spans = split.timeline.spans
     first = [span.end for span in spans if span.micro_batch == 0 and _parse_layer(span.op) in range(LAYERS_DRAWN)]
     until = max(first or [span.end for span in spans])
@@ -172,7 +172,7 @@ def _draw_start(split: Split, layers: int) -> str:
 
 
 def _parse_layer(label: str) -> int | None:
-    """Return the layer of an op by its label, such as `L12.attention`; None outside layers."""
+    """Return an op's layer from its label, such as `L12.attention`; None outside layers."""
     layer = label.partition(".")[0]
     return int(layer[1:]) if layer[:1] == "L" and layer[1:].isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""Cost files of cases that others published: modelled from their figures, not measured by this project."""
+"""Cost files of published cases: modelled from published figures, not measured by this project."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _fill_decodes(count: int, context: int) -> Batch:
     return Batch((1,) * count, 0, context_lens=(context,) * count)
 
 
-# The step of each case; docs/planner.md and docs/scale.md say what of it is given and what is assumed.
+# The step of each case. docs/planner.md and docs/scale.md say which parts are published and which are assumed.
 _STEPS: Mapping[str, Batch] = MappingProxyType(
     {
         "a3-layer-4894": _fill_prompts(4, 1024),
@@ -50,19 +50,19 @@ _STEPS: Mapping[str, Batch] = MappingProxyType(
     }
 )
 
-# 8 chips a host: 121.3 GB/s within it, from #4894's profile, and 200 Gbit/s RoCE between hosts.
+# 8 chips per host: 121.3 GB/s within it, from #4894's profile, and 200 Gbit/s RoCE between hosts.
 _HOSTS_OF_910B = Network(8, 121.3e9, 25e9)
 _NETWORKS: Mapping[str, Network] = MappingProxyType(dict.fromkeys(("r1-tp16-941", "r1-ep16-1589"), _HOSTS_OF_910B))
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedCase:
-    """Costs with the step they were published for.
+    """Costs, with the step that they were published for.
 
     Attributes:
-        name: of the case, and of its file.
+        name: name of the case and of its file.
         table: the costs.
-        step: prompts, or decodes after what they have in the KV cache.
+        step: the step: prompts, or decodes after their context in the KV cache.
     """
 
     name: str
@@ -79,7 +79,7 @@ def get_case(name: str) -> PublishedCase:
     """Return the case of this name.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: there is no such case.
     """
     if name not in _STEPS:
         raise ConfigError(f"there is no published case {name!r}; known are {', '.join(_STEPS)}.")
@@ -88,15 +88,15 @@ def get_case(name: str) -> PublishedCase:
 
 
 def find_network(source: str) -> Network | None:
-    """Return the network of a published case, if it is known that it has two levels."""
+    """Return the two-level network of a published case, if known."""
     return _NETWORKS.get(source)
 
 
 def open_costs(source: str) -> tuple[CostTable, Batch | None]:
-    """Return the costs of a file, or of a published case with its step. A name without dot or slash is a case.
+    """Return the costs in a file, or those of a published case with its step. A name without dot or slash is a case.
 
     Raises:
-        ConfigError: if there is no such file or case, or the file is invalid.
+        ConfigError: there is no such file or case, or the file is invalid.
     """
     if source in _STEPS:
         case = get_case(source)

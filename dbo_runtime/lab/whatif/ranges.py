@@ -1,4 +1,4 @@
-"""A figure with the range in which it may be."""
+"""A figure with its range of possible values."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """A figure by the published costs, and the least and greatest of all corners.
+    """A figure by the published costs, with its least and greatest value over all corners.
 
     Attributes:
-        low, point, high: in order.
+        low, point, high: the three values, in ascending order.
     """
 
     low: float
@@ -18,7 +18,7 @@ class Range(NamedTuple):
     high: float
 
     def format(self, digits: int = 2, suffix: str = "") -> str:
-        """Return such as `1.29x (1.10 to 1.41)`."""
+        """Return text such as `1.29x (1.10 to 1.41)`."""
         low, point, high = (f"{value:,.{digits}f}" for value in self)
         return f"{point}{suffix} ({low} to {high})"
 

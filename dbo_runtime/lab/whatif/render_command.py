@@ -29,28 +29,28 @@ from dbo_runtime.planner.online.planner import SEARCH_STATES
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.setting_values import name_policy
 
-DEFAULT_TOKENS = 8192  # of the step whose order is searched, if the costs have none
-NOTE = "#"  # starts lines that are no part of the table and are skipped when it is read
+DEFAULT_TOKENS = 8192  # tokens of the step to search an order for, if the costs have no step
+NOTE = "#"  # start of lines outside the table, which are skipped when it is read
 INVALID = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
-    parser.add_argument("--layers", type=int, help="so many layers (default: one for each run of equal layers)")
-    parser.add_argument("--micro-batches", default="auto", help="as DBO_MICRO_BATCHES takes it; auto is 2")
-    parser.add_argument("--policy", default="optimal", help="as DBO_POLICY takes it (default: optimal)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: one per run of equal layers)")
+    parser.add_argument("--micro-batches", default="auto", help="the setting DBO_MICRO_BATCHES; auto is 2")
+    parser.add_argument("--policy", default="optimal", help="the setting DBO_POLICY (default: optimal)")
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--check", metavar="FILE", help="read a printed schedule instead, and say whether it is safe")
-    shown.add_argument("--source", action="store_true", help="print the function that issues it onto streams, too")
-    parser.add_argument("--json", action="store_true", help="print it for programs")
+    shown.add_argument("--check", metavar="FILE", help="check instead whether a printed schedule is safe")
+    shown.add_argument("--source", action="store_true", help="also print the function that issues it onto streams")
+    parser.add_argument("--json", action="store_true", help="print the schedule as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the schedule, or the verdict on one; return 1 if that is not safe.
+    """Print the schedule, or the verdict on one. Return 1 if it is not safe.
 
     Raises:
-        ConfigError: naming the argument, if one is not as it must be.
+        ConfigError: an argument is not allowed. The message names it.
     """
     table, usual = open_costs(arguments.costs)
     table = _set_layers(table, arguments.layers)
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _set_layers(table: CostTable, layers: int | None) -> CostTable:
-    """Return the costs with so many layers, each kind of layer kept: the longest run of equal ones gets the rest."""
+    """Return the costs with this number of layers, all kinds kept: the longest run of equal layers gets the rest."""
     counts = [run.repeat for run in table.program.runs if run.layered]
     fewest, most = len(counts), sum(counts)
     if layers is None:
@@ -104,7 +104,7 @@ def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
 
 
 def _write_source(schedule: Schedule) -> str:
-    """Return the function for a device whose lanes are streams."""
+    """Return the source of the function for a device whose lanes are streams."""
     return write_source(schedule, dict.fromkeys(schedule.lanes, Issuing.SWITCHED)).text
 
 
@@ -130,7 +130,7 @@ def _list(schedule: Schedule) -> dict[str, Any]:
 
 
 def _check(path: Path, expected: Schedule, as_json: bool) -> int:
-    """Print whether the schedule in a file is safe, and whether it is *expected*, whose programs it must be of."""
+    """Print whether the schedule in a file is safe, and whether it equals *expected*, which has the same programs."""
     problem, same = "", False
     try:
         actual = parse(_read_table(path), expected.programs)

@@ -1,4 +1,4 @@
-"""Scale costs to other ranks, another network or another number of layers, by rules of thumb; all are modelled."""
+"""Scale costs to other ranks, another network or another number of layers, by rules of thumb. All are modelled."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, 
 from dbo_runtime.planner.costs.program_spec import LayerRun, repeat_runs
 from dbo_runtime.setting_values import read_count
 
-# Dense layers, then layers with experts, as the models' published configurations have them.
+# Dense layers, then layers with experts, from the models' published configurations.
 MODELS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"deepseek-v3": (3, 58), "deepseek-r1": (3, 58), "deepseek-v2": (1, 59), "deepseek-v2-lite": (1, 26)}
 )
 MAX_RANKS = 65_536
-DISPATCHED = ("dispatch", "experts", "combine")  # ops on dispatched tokens, as adapters and published cases name them
+DISPATCHED = ("dispatch", "experts", "combine")  # ops on dispatched tokens, as named by adapters and published cases
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """The bandwidth of a network: a factor of that of the costs, or bytes a second."""
+    """The bandwidth of a network: a factor relative to that of the costs, or bytes per second."""
 
     factor: float = 1.0
     bytes_per_second: float | None = None
 
     def __str__(self) -> str:
-        """Such as `0.5x` or `100GB/s`."""
+        """Format as text such as `0.5x` or `100GB/s`."""
         return f"{self.factor:g}x" if self.bytes_per_second is None else f"{self.bytes_per_second / 1e9:g}GB/s"
 
 
@@ -38,7 +38,7 @@ def parse_bandwidth(text: str) -> Bandwidth:
     """Read `0.5x` or `100GB/s`.
 
     Raises:
-        ConfigError: if it is neither, or not above zero.
+        ConfigError: the text is neither, or not above zero.
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(x|GB/s)", text.strip(), re.IGNORECASE)
     value = float(found[1]) if found else 0.0
@@ -52,9 +52,9 @@ class Network:
     """A network of two levels: ranks of one host, and hosts.
 
     Attributes:
-        ranks_per_host: a power of two.
-        within, between: bytes a second that a rank sends to others of its host, and to other hosts: what NCCL's
-            performance test calls `busbw`.
+        ranks_per_host: number of ranks per host, a power of two.
+        within, between: bytes per second that a rank sends to others on its host, and to other hosts: the `busbw` of
+            NCCL's performance test.
     """
 
     ranks_per_host: int
@@ -62,25 +62,25 @@ class Network:
     between: float
 
     def __str__(self) -> str:
-        """Such as `8:121.3GB/s:25GB/s`."""
+        """Format as text such as `8:121.3GB/s:25GB/s`."""
         return f"{self.ranks_per_host}:{self.within / 1e9:g}GB/s:{self.between / 1e9:g}GB/s"
 
     def reduce_byte(self, ranks: int) -> float:
-        """Return the seconds that *ranks* ranks take to all-reduce a byte, hosts filled one after the other.
+        """Return the seconds per byte of an all-reduce over *ranks* ranks that fill hosts one after the other.
 
-        Hosts reduce and scatter, each of their ranks all-reduces its part with the same rank of other hosts, and hosts
-        gather: of g ranks in each of h hosts, a rank sends 2 (g - 1) / g within its host, and 2 (h - 1) / h / g between
-        hosts (hierarchical all-reduce, as in Horovod and HCCL).
+        Hosts reduce-scatter, each rank then all-reduces its part with the same rank on other hosts, and hosts
+        all-gather. With g ranks on each of h hosts, a rank sends 2 (g - 1) / g within its host, and 2 (h - 1) / h / g
+        between hosts (hierarchical all-reduce, as in Horovod and HCCL).
         """
         near = min(ranks, self.ranks_per_host)
         return 2 * (_share_sent(near) / self.within + _share_sent(ranks // near) / near / self.between)
 
 
 def parse_network(text: str) -> Network:
-    """Read `8:121.3GB/s:25GB/s`: ranks of a host, and rates within a host and between hosts.
+    """Read `8:121.3GB/s:25GB/s`: ranks per host, and rates within a host and between hosts.
 
     Raises:
-        ConfigError: if it is anything else.
+        ConfigError: the text has another form.
     """
     count, *rates = (part.strip() for part in text.split(":"))
     bandwidths = [parse_bandwidth(rate).bytes_per_second for rate in rates]
@@ -93,18 +93,18 @@ def parse_network(text: str) -> Network:
 
 
 def scale_tensor(table: CostTable, ranks: int, network: Network | None = None) -> CostTable:
-    """Return the costs with *ranks* tensor parallel ranks instead of those of the table.
+    """Return the costs with *ranks* tensor parallel ranks, instead of the table's number.
 
-    - Compute: what tokens, pairs and weights cost is divided among the ranks; each pays all of the fixed part, and of
-      that of a prefill.
-    - Communication: of an all-reduce of n bytes each rank sends 2 (p - 1) / p n, whatever the algorithm, and half of
-      that for each of its halves, reduce-scatter and all-gather; recursive halving and doubling does it in 2 log2 p
-      steps, each of which costs the same to start (Thakur, Rabenseifner and Gropp 2005). So `beta` goes with
-      (p - 1) / p, and `alpha` with log2 p. With a *network* of two levels, `beta` goes with what that takes a byte.
+    - Compute: the costs of tokens, pairs and weights are divided among the ranks. Each rank pays the whole fixed part,
+      and the whole fixed part per prefill.
+    - Communication: in an all-reduce of n bytes each rank sends 2 (p - 1) / p n, whatever the algorithm, and half of
+      that in each of its halves, reduce-scatter and all-gather. Recursive halving and doubling takes 2 log2 p steps,
+      each with the same start cost (Thakur, Rabenseifner and Gropp 2005). So `beta` scales with (p - 1) / p, and
+      `alpha` with log2 p. With a *network* of two levels, `beta` scales with the network's time per byte.
 
     Raises:
-        ConfigError: if *ranks* is not a power of two, or the table is of an unknown number of ranks, or of one rank but
-            communicates.
+        ConfigError: *ranks* is not a power of two, or the table's number of ranks is unknown, or it is one but the
+            table has communication.
     """
     if not _is_power(ranks):
         raise ConfigError(f"tp is {ranks}; it must be a power of two, from 1 to {MAX_RANKS}.")
@@ -129,9 +129,9 @@ def scale_tensor(table: CostTable, ranks: int, network: Network | None = None) -
 
 
 def scale_bandwidth(table: CostTable, bandwidth: Bandwidth) -> CostTable:
-    """Return the costs with another bandwidth; `alpha` stays.
+    """Return the costs with another bandwidth. `alpha` stays.
 
-    A rate is what HCCL's test tool calls algorithm bandwidth, and NCCL's `algbw`: bytes of the message by seconds.
+    A rate is the algorithm bandwidth of HCCL's test tool, and the `algbw` of NCCL's: bytes of the message per second.
     """
     if bandwidth == Bandwidth():
         return table
@@ -146,28 +146,28 @@ def scale_bandwidth(table: CostTable, bandwidth: Bandwidth) -> CostTable:
 
 
 def set_imbalance(table: CostTable, imbalance: float) -> CostTable:
-    """Return the costs with the busiest rank of the experts having *imbalance* times the tokens of the mean.
+    """Return the costs with *imbalance* as the ratio of the busiest expert rank's tokens to the mean.
 
-    All wait for that rank: experts, dispatch and combine take what they take there, except for their fixed parts.
+    All ranks wait for that rank: experts, dispatch and combine take its time, except for their fixed parts.
 
     Raises:
-        ConfigError: if it is below 1, or the costs have no op on dispatched tokens.
+        ConfigError: the imbalance is below 1, or the costs have no op on dispatched tokens.
     """
     if not (math.isfinite(imbalance) and imbalance >= 1):
         raise ConfigError(f"imbalance is {imbalance:g}; the busiest rank has at least 1 times the tokens of the mean.")
     if "dispatch" not in table.ops:
-        raise ConfigError("imbalance is of ranks to which tokens are dispatched, but the costs have no op `dispatch`.")
+        raise ConfigError("imbalance needs ranks that tokens are dispatched to, but the costs have no op `dispatch`.")
     ops = {name: replace(cost, imbalance=imbalance) if name in DISPATCHED else cost for name, cost in table.ops.items()}
     return _change(table, f"imbalance {imbalance:g}", ops)
 
 
 def set_model(table: CostTable, name: str) -> CostTable:
-    """Return the costs with as many layers as the model has. What a layer costs stays what it was.
+    """Return the costs with the model's number of layers. The cost of a layer stays.
 
-    Costs with one kind of layers get the total of both; of two kinds, the first counts as dense layers.
+    Costs with one kind of layer get the total of both kinds. With two kinds, the first counts as dense layers.
 
     Raises:
-        ConfigError: if the model is unknown, or the costs have more kinds of layers.
+        ConfigError: the model is unknown, or the costs have more kinds of layers.
     """
     if name not in MODELS:
         raise ConfigError(f"model is {name!r}; known are {', '.join(MODELS)}.")
@@ -181,12 +181,12 @@ def set_model(table: CostTable, name: str) -> CostTable:
 
 
 def set_layers(table: CostTable, counts: Sequence[int]) -> CostTable:
-    """Return the costs with so many layers of each kind [kinds]; layers are of a kind if their ops have the same names.
+    """Return the costs with *counts* layers of each kind [kinds]. Layers are of one kind if their ops have equal names.
 
-    The last run of a kind grows or shrinks; what comes before it stays, because a first layer differs in what it reads.
+    A kind's last run grows or shrinks. Earlier runs stay, because a first layer reads different values.
 
     Raises:
-        ConfigError: if there are not as many kinds, or a kind has more layers in its earlier runs.
+        ConfigError: the number of kinds differs, or a kind has more layers in its earlier runs.
     """
     kinds = list(dict.fromkeys(_name_kind(run) for run in table.program.runs if run.layered))
     if len(kinds) != len(counts):
@@ -202,7 +202,7 @@ def set_layers(table: CostTable, counts: Sequence[int]) -> CostTable:
 
 
 def count_layers(table: CostTable) -> int:
-    """Return how many layers the program of the costs has."""
+    """Return the number of layers in the costs' program."""
     return sum(run.repeat for run in table.program.runs if run.layered)
 
 
@@ -220,7 +220,7 @@ def _share_sent(ranks: int) -> float:
 
 
 def _compare_bytes(ranks: int, known: int, network: Network | None) -> float:
-    """Return how many times longer a byte takes with *ranks* ranks than with as many as are known."""
+    """Return the ratio of the time per byte with *ranks* ranks to that with *known* ranks."""
     if network is None:
         return _share_sent(ranks) / (_share_sent(known) or 1.0)
     return network.reduce_byte(ranks) / (network.reduce_byte(known) or 1.0)
@@ -242,7 +242,7 @@ def _map(table: CostTable, scale: Callable[[OpCost], OpCost]) -> dict[str, OpCos
 def _change(
     table: CostTable, what: str, ops: Mapping[str, OpCost], parallel: Mapping[str, int] | None = None
 ) -> CostTable:
-    """Return the costs with other *ops*. They are marked as modelled, and name the change."""
+    """Return the costs with other *ops*, marked as modelled, with a note on the change."""
     provenance = replace(
         table.provenance,
         kind="modelled",

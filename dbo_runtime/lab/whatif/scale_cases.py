@@ -1,4 +1,4 @@
-"""The published cases that `dbo plan --scale` spreads over many chips, with their chip, network and model."""
+"""The published cases that `dbo plan --scale` spreads over many chips, with their chips, networks and models."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.cost_table import CostTable
 
 PREFILL, DECODE = "prefill", "decode"
-LENGTH = 4096  # tokens of a prompt, and of what a decode has in the KV cache, as most publications have it
-PROMPTS = 2  # on each rank in a step of a prefill: with 16,384 tokens SGLang's unsplit step ran out of memory
-MOST_DECODES = 128  # on each rank in a step, as DeepSeek's profile has it; fewer where memory is short
+LENGTH = 4096  # tokens of a prompt, and of a decode's context, as in most publications
+PROMPTS = 2  # per rank and prefill step: with 16,384 tokens SGLang's unsplit step ran out of memory
+MOST_DECODES = 128  # per rank and step, as in DeepSeek's profile; fewer if memory is short
 USABLE = 0.9  # share of the memory for weights and KV cache: vLLM's default
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleCase:
-    """A phase of a model on a kind of chip.
+    """The phase of a model on a kind of chip.
 
     Attributes:
         case: the published case with the costs of a rank.
         phase: `prefill` or `decode`.
-        chip: what the page calls it.
-        model: the key of `EXPERT_MODELS`.
-        fabric: the key of `FABRICS`.
-        memory: bytes of a rank.
-        ranks_per_chip: 2 dies in a 910C.
+        chip: name of the chip in tables.
+        model: key of the model in `EXPERT_MODELS`.
+        fabric: key of the network in `FABRICS`.
+        memory: bytes of memory per rank.
+        ranks_per_chip: number of ranks per chip; a 910C has 2 dies.
     """
 
     case: str
@@ -43,20 +43,23 @@ class ScaleCase:
 
     @property
     def experts(self) -> ExpertModel:
-        """The model."""
+        """The model with its experts."""
         return EXPERT_MODELS[self.model]
 
     @property
     def network(self) -> Fabric:
-        """What connects its ranks."""
+        """The network that connects the ranks."""
         return FABRICS[self.fabric]
 
     def count_ranks(self, chips: int) -> int:
-        """Return over how many ranks experts are spread: all, or what such a network joins; more are further groups."""
+        """Return the number of ranks that experts are spread over: all, or as many as the network joins.
+
+        More ranks form further groups.
+        """
         return min(chips * self.ranks_per_chip, self.network.largest)
 
     def spread(self, chips: int) -> CostTable:
-        """Return the costs of a rank on so many chips."""
+        """Return the costs of a rank on this number of chips."""
         return scale_experts(get_case(self.case).table, self.count_ranks(chips), self.experts, self.network)
 
     def fill_step(self, chips: int) -> Batch | None:
@@ -88,10 +91,10 @@ SCALE_CASES = (
 
 
 def find_scale_cases(model: str | None = None, phase: str | None = None, name: str | None = None) -> list[ScaleCase]:
-    """Return the cases of a model, of a phase and of a name; None means any.
+    """Return the cases with a model, a phase and a name; None means any.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: there are none.
     """
     found = [
         each

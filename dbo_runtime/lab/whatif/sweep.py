@@ -16,7 +16,7 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.prediction import Prediction
 
 TOKENS, BANDWIDTH, RANKS = "tokens", "bandwidth", "tp"
-DECODES = "decodes"  # the name of the axis `tokens` for steps of decodes only
+DECODES = "decodes"  # name of the axis `tokens` for steps with only decodes
 GRIDS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
         TOKENS: (256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
@@ -30,11 +30,11 @@ DECODES_GRID = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Cell(NamedTuple):
-    """One point of a grid.
+    """One point of a grid, with its predictions.
 
     Attributes:
-        values: its coordinates, by axis.
-        options: a prediction for each number of micro-batches, the fastest first; none if the step cannot be cut.
+        values: coordinates of the point, by axis.
+        options: a prediction for each number of micro-batches, fastest first; empty if the step cannot be cut.
     """
 
     values: Mapping[str, float]
@@ -46,7 +46,7 @@ class Cell(NamedTuple):
         return self.options[0] if self.options else None
 
     def choose(self, margin: float) -> Prediction | None:
-        """Return the option that the runtime would take: the fastest one that pays, also in the worst case."""
+        """Return the option that the runtime would take: the fastest one that pays even in the worst case."""
         return next((option for option in self.options if option.pays(margin)), None)
 
 
@@ -54,7 +54,7 @@ def parse_axes(text: str) -> tuple[str, ...]:
     """Read axes, such as `tokens,tp`.
 
     Raises:
-        ConfigError: if one is unknown or repeated, or there is none.
+        ConfigError: an axis is unknown or repeated, or there is none.
     """
     axes = tuple(part.strip() for part in text.split(","))
     if not set(axes) <= set(GRIDS) or len(set(axes)) < len(axes):
@@ -63,12 +63,12 @@ def parse_axes(text: str) -> tuple[str, ...]:
 
 
 def has_sizes(axes: Sequence[str]) -> bool:
-    """Return whether a sweep is over sizes of the step only."""
+    """Return whether a sweep only varies sizes of the step."""
     return tuple(axes) == (TOKENS,)
 
 
 def list_grid(axes: Sequence[str], are_decodes: bool = False) -> dict[str, tuple[float, ...]]:
-    """Return the values of each axis: with three axes every other one, so that the table stays readable and fast."""
+    """Return the values of each axis. With three axes, every other value, so that the table stays readable and fast."""
     grids = {**GRIDS, DECODES: DECODES_GRID}
     names = (DECODES if are_decodes and axis == TOKENS else axis for axis in axes)
     return {name: grids[name][:: 2 if len(axes) > 2 else 1] for name in names}
@@ -87,14 +87,14 @@ def sweep(
     estimator: Estimator | None = None,
     network: Network | None = None,
 ) -> list[Cell]:
-    """Return a prediction for each point of the grid, the last axis running fastest.
+    """Return a prediction for each point of the grid. The last axis varies fastest.
 
-    What is not an axis is that of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *progress*, such
-    as a progress bar, is called with the points and yields them. *estimator* is one of *table*, if the caller has it.
-    *network* is the one to which more or fewer ranks are scaled; see `scale_tensor`.
+    Other properties are those of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *progress*, such as
+    a progress bar, is called with the points and yields them. *estimator* is an estimator for *table*, if the caller
+    has one. *network* is the network to scale the number of ranks on; see `scale_tensor`.
 
     Raises:
-        ConfigError: if the costs cannot be scaled.
+        ConfigError: the costs cannot be scaled.
     """
     grid = list_grid(axes, not batch.prefill_tokens)
     estimators: dict[tuple[float, ...], Estimator] = {} if estimator is None else {(): estimator}

@@ -1,4 +1,4 @@
-"""What the plan command prints of a sweep: tables as text, and figures as JSON."""
+"""The output of the plan command for a sweep: tables as text, and figures as JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ DECLINED = "-"
 
 
 def describe_sweep(cells: Sequence[Cell], margin: float, break_evens: Sequence[BreakEven] = ()) -> str:
-    """Return a grid as tables: for one axis with all figures, for more with speed-up and number of micro-batches.
+    """Return a grid as tables: with all figures for one axis, with speed-up and number of micro-batches for more.
 
-    *evens* are from which size on the runtime changes steps (ops on `side`, or a split), and splits them, if known.
+    *break_evens* are the sizes from which the runtime changes steps (ops on `side`, or a split), and splits them, if
+    known.
     """
     axes = list(cells[0].values)
     if len(axes) == 1:
@@ -35,7 +36,7 @@ def describe_sweep(cells: Sequence[Cell], margin: float, break_evens: Sequence[B
 
 
 def list_cells(cells: Sequence[Cell], margin: float) -> list[dict[str, Any]]:
-    """Return a grid for a program; times are in milliseconds, and None if the step cannot be cut."""
+    """Return a grid as data. Times are in milliseconds, and None if the step cannot be cut."""
     return [
         {
             **cell.values,

@@ -1,4 +1,4 @@
-"""Predict what splitting a step gains on a machine of which only costs are known: no device, no model, no weights."""
+"""Predict the gain of splitting a step on a machine known only by its costs: no device, no model, no weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.search import ROUNDING, find_order
 
-PROOF_SEARCH_STATES = 500_000  # of the search that proves an order of two micro-batches optimal: takes seconds
+PROOF_SEARCH_STATES = 500_000  # states of the search that proves an order of two micro-batches optimal: takes seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Split:
         order: name of the issue order.
         seconds: duration of the step.
         bound: seconds that no order can beat with these cuts.
-        timeline: when each op runs.
-        side_ops: names of the ops that are on the `side` lane.
+        timeline: intervals of the ops.
+        side_ops: names of the ops on the `side` lane.
     """
 
     sizes: tuple[int, ...]
@@ -51,12 +51,12 @@ class Split:
 
     @property
     def gap(self) -> float:
-        """The share of its time by which the step may be slower than with the best order."""
+        """Largest share of its time by which the step may be slower than with the best order."""
         return max(1.0 - self.bound / self.seconds, 0.0) if self.seconds else 0.0
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no order is faster."""
+        """Whether no order can be faster."""
         return self.seconds * (1.0 - ROUNDING) <= self.bound
 
 
@@ -66,11 +66,11 @@ class WhatIf:
 
     Attributes:
         batch: the requests of the step.
-        unsplit: its duration unsplit.
-        busy: the part of it that ops take, by lane, `compute` first.
-        splits: in order of the number of micro-batches; numbers into which it cannot be cut are left out.
-        timeline: of the unsplit step.
-        decision: what the runtime would decide.
+        unsplit: duration of the unsplit step.
+        busy: time that ops take in the unsplit step, by lane, `compute` first.
+        splits: splits by ascending number of micro-batches; numbers that the step cannot be cut into are left out.
+        timeline: timeline of the unsplit step.
+        decision: the decision that the runtime would take.
     """
 
     batch: Batch
@@ -82,15 +82,15 @@ class WhatIf:
 
     @property
     def best(self) -> Split | None:
-        """The fastest split, whether it pays or not; None if the step cannot be cut."""
+        """The fastest split, even if slower than unsplit; None if the step cannot be cut."""
         return min(self.splits, key=lambda split: split.seconds, default=None)
 
     def speed_up(self, seconds: float) -> float:
-        """Return how many times faster than unsplit a step of *seconds* is."""
+        """Return the speed-up of a step of *seconds* over the unsplit step."""
         return self.unsplit / seconds if seconds > 0 else 1.0
 
     def measure_overlap(self, split: Split) -> float | None:
-        """Return E_overlap = 1 - ECT / ECT_serial, with ECT = time of the step - compute of the unsplit one.
+        """Return E_overlap = 1 - ECT / ECT_serial, with ECT = time of the step - compute time of the unsplit step.
 
         Unlike the share of communication that is concurrent with compute, it decreases if splitting makes compute
         slower. None if there is nothing to hide.
@@ -100,12 +100,12 @@ class WhatIf:
 
 
 class BreakEven(NamedTuple):
-    """The number of tokens from which on splitting pays, or ops on `side` do.
+    """The number of tokens from which splitting, or ops on `side`, pay.
 
     Attributes:
         tokens: the smallest such number; None if there is none up to `searched_to`.
         searched_to: the largest number that was tried.
-        exceptions: of the sizes tried above `tokens`, those at which it does not pay.
+        exceptions: tried sizes above `tokens` at which it does not pay.
     """
 
     tokens: int | None
@@ -117,14 +117,14 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     """Return the times of *batch* unsplit and split, with the cuts and orders that the runtime would choose.
 
     Raises:
-        ConfigError: if an op has no cost.
+        ConfigError: an op has no cost.
     """
     planner = Planner(build_program(table.program), table, shapes=[batch])
     predictor = Predictor(planner.program, table)
     (features,) = measure_slices(batch, slice_batch(batch, ()))
     always = [replace(config, mode="always", micro_batches=parts) for parts in planner.list_counts(config)]
     choices = [choice for choice in (planner.choose(batch, each) for each in always) if isinstance(choice, SplitChoice)]
-    by_parts = {len(choice.slices): choice for choice in reversed(choices)}  # some batches cannot be cut into that many
+    by_parts = {len(choice.slices): choice for choice in reversed(choices)}  # some batches do not allow this many cuts
     return WhatIf(
         batch=batch,
         unsplit=planner.predict_unsplit(features),
@@ -138,10 +138,10 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
 def compute_break_even(
     estimator: Estimator, batch: Batch, config: RuntimeConfig, searched_to: int, parts: int = 2
 ) -> BreakEven:
-    """Return from how many tokens on the runtime would run batches like *batch* in *parts* micro-batches or more.
+    """Return the number of tokens from which batches like *batch* would run in *parts* or more micro-batches.
 
-    One micro-batch counts if it has ops on `side`. Powers of two up to *searched_to* are tried, and the interval before
-    the first that pays is bisected.
+    A single micro-batch counts if it has ops on `side`. Powers of two up to *searched_to* are tried; then the interval
+    before the first one that pays is bisected.
     """
 
     def pays(tokens: int) -> bool:

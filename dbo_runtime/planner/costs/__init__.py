@@ -1,1 +1,1 @@
-"""What ops cost: tables, their files, and how they are fitted from measurements."""
+"""The costs of ops: tables, their files, and fitting them to measurements."""

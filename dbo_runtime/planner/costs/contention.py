@@ -1,4 +1,4 @@
-"""Fit contention: by which factor a lane is slower while another one runs."""
+"""Fit contention: the factor by which a lane is slower while another lane runs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.op_cost import OpCost
 from dbo_runtime.planner.costs.samples import Sample, get_lane, group_by_op
 
-# Sharing a device or its memory may slow a lane by this factor; a greater one is a disturbed measurement.
+# Sharing a device or its memory may slow a lane down by this factor. A larger factor means a disturbed measurement.
 MAX_CONTENTION = 10.0
 
 
 def fit_contention(costs: Mapping[str, OpCost], samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the factor by which each lane is slower while another lane runs; without lanes that never did.
+    """Return the factor by which each lane is slower while another lane runs. Lanes that always ran alone are left out.
 
-    That lanes do not slow each other down has to be measured: of `compute` and `comm`, decisions doubt it where it was
-    not (`predictor.make_worst_cases`), and `side` is not used then.
+    That lanes do not slow each other down must be measured. If it was not, decisions allow for contention of `compute`
+    and `comm` (`predictor.make_worst_cases`), and `side` is not used.
 
-    An op that takes d seconds, o of them concurrent with another lane, does (d - o) + o / factor of work, which is the
-    time that it takes alone: measured alone with the same features, or predicted. So the time beyond that grows with o
-    at a rate of 1 - 1 / factor, which is the slope between an op's measurements at different features. A part of it
-    that does not grow with o is no contention, such as the credit that a link lacks which had no time to rest. At one
-    size only, all of it counts. The result is the median of the slopes, weighted by the difference in o, because small
-    ops are disturbed by much else.
+    Consider an op that takes d seconds, o of them concurrent with another lane. It does (d - o) + o / factor of work,
+    which equals its time alone: measured alone with the same features, or predicted. The excess time therefore grows
+    with o at a rate of 1 - 1 / factor, which is the slope between an op's measurements at different features. An excess
+    that does not grow with o is no contention: for example, the credit that a link lacks if it had no time to rest.
+    With only one size, all excess counts. The result is the median of the slopes, weighted by the difference in o,
+    because small ops are disturbed by much else.
 
     Raises:
-        ConfigError: if an op has no cost, or a duration is negative or not finite.
+        ConfigError: an op has no cost, or a duration is negative or not finite.
     """
-    slopes: dict[str, list[tuple[float, float]]] = defaultdict(list)  # with weights, by lane
+    slopes: dict[str, list[tuple[float, float]]] = defaultdict(list)  # weighted slopes by lane
     for op, of_op in group_by_op(samples).items():
         if op not in costs:
             raise ConfigError(f"op {op} was measured concurrently with others but has no cost; measure it alone, too.")
@@ -49,16 +49,16 @@ def fit_contention(costs: Mapping[str, OpCost], samples: Iterable[Sample]) -> di
 
 
 class _Overlap(NamedTuple):
-    """Seconds that an op with certain features overlapped another lane, and that it took longer than alone."""
+    """An op's mean seconds of overlap with another lane, and its seconds beyond its time alone, at some features."""
 
     concurrent: float
     longer: float
 
 
 def _compare(repeats: Sequence[Sample], cost: float) -> _Overlap | None:
-    """Return the overlap of an op's repeats with the same features, which alone cost *cost* seconds.
+    """Return the overlap of an op's repeats with equal features; alone the op takes *cost* seconds.
 
-    Both numbers are means over the middle half of the repeats by duration. None if it ran alone only.
+    Both numbers are means over the middle half of the repeats by duration. Returns None if the op only ran alone.
     """
     measured_alone = [sample.seconds for sample in repeats if not sample.concurrent]
     alone = median(measured_alone) if measured_alone else cost
@@ -71,7 +71,7 @@ def _compare(repeats: Sequence[Sample], cost: float) -> _Overlap | None:
 
 
 def _compute_slope(one: _Overlap, other: _Overlap) -> tuple[float, float]:
-    """Return the slope between two overlaps, and the difference of their concurrent seconds."""
+    """Return the slope between two overlaps, and the difference in their concurrent seconds."""
     difference = other.concurrent - one.concurrent
     return (other.longer - one.longer) / difference, abs(difference)
 
@@ -79,7 +79,7 @@ def _compute_slope(one: _Overlap, other: _Overlap) -> tuple[float, float]:
 def _compute_factor(slopes: Sequence[tuple[float, float]]) -> float:
     """Return the contention factor of weighted slopes.
 
-    Slopes above 1 are left out: the op cannot have lost more than the time that overlapped, so it was disturbed.
+    Slopes above 1 are left out: an op cannot lose more than the overlapping time, so it was disturbed.
     """
     share = max(_compute_weighted_median([(slope, weight) for slope, weight in slopes if slope <= 1]), 0.0)
     return min(1 / (1 - share), MAX_CONTENTION) if share < 1 else MAX_CONTENTION

@@ -19,17 +19,17 @@ from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
 
 FORMAT = 1
 _WIDTH = 140
-_REMEDY = "Correct the file, or measure anew: `python -m dbo_runtime calibrate`."
+_REMEDY = "Correct the file, or measure anew: `dbo calibrate`."
 
-# Converts a value of the file at a path to what the table holds; ConfigError if it is not allowed.
+# Converts the value at a path of the file to the table's value; raises ConfigError if it is not allowed.
 _Read = Callable[[Any, str], Any]
 
 
 def save_costs(table: CostTable, path: str | os.PathLike[str]) -> None:
-    """Write *table*; concurrent readers see either the old file or the new one.
+    """Write *table* atomically: concurrent readers see either the old file or the new one.
 
     Raises:
-        ConfigError: if it cannot be written; names the file.
+        ConfigError: the file cannot be written. The message names it.
     """
     try:
         write_text(path, format_costs(table))
@@ -38,10 +38,10 @@ def save_costs(table: CostTable, path: str | os.PathLike[str]) -> None:
 
 
 def load_costs(path: str | os.PathLike[str]) -> CostTable:
-    """Read the table of a file; it is equal to the one saved there.
+    """Read the table in a file. It equals the table saved there.
 
     Raises:
-        ConfigError: if anything in the file is invalid; names the file, the field and the remedy.
+        ConfigError: anything in the file is invalid. The message names the file, the field and the remedy.
     """
     try:
         text = read_text(path, "cost file")
@@ -60,7 +60,7 @@ def name_stage_file(path: str, stage: str | None) -> str:
 
 
 def list_stage_files(path: str) -> list[str]:
-    """Return the existing cost files of a pipeline's stages for *path*, in the order of stages."""
+    """Return the existing cost files for *path* of a pipeline's stages, in stage order."""
     file = Path(path)
     files = file.parent.glob(f"{escape(file.stem)}.pp*{escape(file.suffix)}")
     return [str(one) for one in sorted(files, key=lambda one: (len(one.name), one.name))]
@@ -93,7 +93,7 @@ def _describe_run(run: LayerRun) -> dict[str, Any]:
 
 
 def _describe_op(op: OpSpec) -> dict[str, Any]:
-    """Return what an op declares, without defaults."""
+    """Return an op's declaration, without defaults."""
     defaults = OpSpec._field_defaults
     return {name: value for name, value in op._asdict().items() if name not in defaults or value != defaults[name]}
 
@@ -107,7 +107,7 @@ def _thaw(value: Any) -> Any:
 
 
 def _render(node: Any, indent: str = "", room: int = _WIDTH) -> str:
-    """Return JSON in which a value that fits into *room* characters, indent included, is on one line."""
+    """Return JSON that puts a value on one line if it fits into *room* characters, indent included."""
     flat = json.dumps(node, allow_nan=False)
     if len(indent) + len(flat) < room or not (node and isinstance(node, (dict, list, tuple))):
         return flat
@@ -120,10 +120,10 @@ def _render(node: Any, indent: str = "", room: int = _WIDTH) -> str:
 
 
 def parse_costs(text: str) -> CostTable:
-    """Read a table from what `format_costs` returned.
+    """Read a table from the text that `format_costs` returns.
 
     Raises:
-        ConfigError: if anything is invalid; names the field.
+        ConfigError: anything is invalid. The message names the field.
     """
     content = parse_json(text)
     actual = content.get("format") if isinstance(content, dict) else None
@@ -174,7 +174,7 @@ def _read_optional(read_item: _Read) -> _Read:
 
 
 def _read_record(make: Callable[..., Any], readers: Mapping[str, _Read], optional: Collection[str] = ()) -> _Read:
-    """Read an object that has the fields of *readers* and no others, and pass them to *make* by name."""
+    """Read an object with exactly the fields of *readers*, and pass them to *make* by name."""
 
     def read(value: Any, path: str) -> Any:
         given = _read_object(value, path)
@@ -191,7 +191,7 @@ def _read_record(make: Callable[..., Any], readers: Mapping[str, _Read], optiona
 
 
 def _read_part(cls: type[Any]) -> _Read:
-    """Read the cost *cls*: all its fields, by their names in the file."""
+    """Read the cost class *cls*: all its fields, by their names in the file."""
     items = {name_field(item): item for item in fields(cls)}
     readers = {name: _read_unit(item.metadata["is_time"]) if item.metadata else _SWITCH for name, item in items.items()}
     optional = [name for name, item in items.items() if item.metadata.get("optional")]

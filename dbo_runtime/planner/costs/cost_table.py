@@ -1,4 +1,4 @@
-"""The costs of a program on one machine: of each op and of the host, and where they come from."""
+"""The costs of a program on one machine: of each op and of the host, with their provenance."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost, name_field
 from dbo_runtime.planner.costs.program_spec import OpSpec, ProgramSpec
 
-CALIBRATE = "calibrate anew: `python -m dbo_runtime calibrate`"
+CALIBRATE = "calibrate anew: `dbo calibrate`"
 
-# Class names in digests. They stay when classes are renamed, so that the digest of a cost file does.
+# Class names in digests. They stay when classes are renamed, so that digests of cost files do not change.
 _DIGEST_NAMES = MappingProxyType({"ProgramSpec": "Sketch", "Provenance": "Origin"})
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where costs come from, and what they are valid for.
+    """The origin of costs, and the conditions that they are valid for.
 
     Attributes:
         kind: `measured` or `modelled`.
-        source: a command, a paper, a pull request.
-        date: such as 2026-01-31.
-        machine: such as {"platform": "cpu", "chip": "..."}.
-        model: such as {"name": "...", "dtype": "..."}.
-        parallel: such as {"tensor": 16, "data": 1, "hosts": 2}.
-        versions: of the software that was measured.
+        source: a command, a paper or a pull request.
+        date: the day, such as 2026-01-31.
+        machine: the machine, such as {"platform": "cpu", "chip": "..."}.
+        model: the model, such as {"name": "...", "dtype": "..."}.
+        parallel: the parallelism, such as {"tensor": 16, "data": 1, "hosts": 2}.
+        versions: versions of the measured software.
 
     Raises:
-        ConfigError: if a field is not of this form.
+        ConfigError: a field has another form.
     """
 
     kind: str
@@ -63,23 +63,24 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The costs of a program's ops on one machine. Equal tables have equal digests, on every rank.
+    """The costs of a program's ops on one machine. Equal tables have equal digests on every rank.
 
     Attributes:
-        origin: where the costs come from.
-        program: the program they belong to.
-        ops: by op name without the layer; ops of one name share one cost.
-        contention: factor by which a lane is slower while another one runs, by lane; 1 for lanes left out, which
-            decisions doubt (`predictor.make_worst_cases`). Two lanes that compute share more than one that communicates
-            does: `compute/side` is the factor of `compute` while `side` runs, if that was measured separately.
-        host: the time that the host adds.
+        provenance: origin of the costs.
+        program: the program that the costs belong to.
+        ops: costs by op name, without the layer; ops with the same name share one cost.
+        contention: factor by which each lane is slower while another lane runs; 1 for lanes left out, but decisions
+            allow for contention there (`predictor.make_worst_cases`). Two computing lanes share more hardware than a
+            computing and a communicating one: `compute/side` is the factor of `compute` while `side` runs, if measured
+            separately.
+        host: time that the host adds.
         errors: relative error of the fit by op name; empty if modelled.
-        split_error: share of their time by which split steps may take longer than predicted, compared with unsplit
-            ones; 0 if modelled.
+        split_error: share of their time by which split steps may take longer than predicted, relative to unsplit steps;
+            0 if modelled.
 
     Raises:
-        ConfigError: if a number is impossible, or an op of the program has no cost of the kind that its lane needs;
-            fields are named as in a cost file, such as `ops.attention.per_token_us`.
+        ConfigError: a number is impossible, or an op of the program has no cost of the kind that its lane needs. The
+            message names fields as in a cost file, such as `ops.attention.per_token_us`.
     """
 
     provenance: Provenance
@@ -101,20 +102,20 @@ class CostTable:
         _check_names(self)
 
     def times(self, program: Program, features: BatchFeatures) -> list[float]:
-        """Return the seconds of each op alone, in program order [ops]; ConfigError names an op without a cost."""
+        """Return the seconds of each op alone, in program order [ops]. Raises ConfigError for an op without a cost."""
         seconds = {name: cost.time(features) for name, cost in self.ops.items()}
         try:
             return [seconds[op.name] for op in program.ops]
         except KeyError as name:
-            raise ConfigError(f"op {name} has no cost: the costs are of another program; {CALIBRATE}.") from None
+            raise ConfigError(f"op {name} has no cost: the costs belong to another program; {CALIBRATE}.") from None
 
     def credits(self, program: Program, features: BatchFeatures) -> list[float]:
-        """Return the seconds of each op that an idle lane saves, in program order [ops]."""
+        """Return the seconds that an idle lane saves each op, in program order [ops]."""
         saved = {name: cost.credit(features) for name, cost in self.ops.items() if isinstance(cost, CommCost)}
         return [saved.get(op.name, 0.0) for op in program.ops]
 
     def check_fits(self, machine: Mapping[str, str], model: Mapping[str, str], parallel: Mapping[str, int]) -> None:
-        """Raise ConfigError, listing all that differs, unless the costs are of this machine, model and layout."""
+        """Raise ConfigError, with all differences, unless the costs are for this machine, model and layout."""
         here = {"machine": machine, "model": model, "parallel": parallel}
         differing = [
             f"{name}.{key} is {recorded.get(key)!r}, here it is {values.get(key)!r}"
@@ -124,7 +125,7 @@ class CostTable:
             if recorded.get(key) != values.get(key)
         ]
         if differing:
-            raise ConfigError(f"the costs are not of what runs here: {'; '.join(differing)}; {CALIBRATE}.")
+            raise ConfigError(f"the costs do not fit this server: {'; '.join(differing)}; {CALIBRATE}.")
 
     @property
     def digest(self) -> str:
@@ -171,9 +172,9 @@ def _check_names(table: CostTable) -> None:
 
 
 def _canonicalise(part: Any) -> Any:
-    """Return *part* as nested tuples of plain values that do not depend on the order of a mapping.
+    """Return *part* as nested tuples of plain values, independent of the order of mappings.
 
-    What cost files did not have at first counts where it is set only, so that the digest of an older file stays.
+    Fields that the first cost files lacked count only if set, so that the digests of older files do not change.
     """
     if isinstance(part, Mapping):
         return tuple((key, _canonicalise(part[key])) for key in sorted(part))

@@ -20,35 +20,35 @@ from dbo_runtime.planner.costs.samples import MIN_SIZES, Sample, get_lane, group
 
 _Array = npt.NDArray[np.float64]
 
-# Two kinds of pairs: kernels may compute new ones that a causal mask hides, or handle cached ones separately.
+# Two kinds of pairs, because kernels may compute new pairs that a causal mask hides, or handle cached pairs separately.
 PAIRS = ("per_pair", "per_context_pair")
 
-# Relative errors below the first need no further term to explain them; those below the second are of arithmetic.
+# Relative errors below the first need no further term to explain them. Those below the second come from arithmetic.
 EXACT_RELATIVE_ERROR = 1e-6
 ROUNDING_RELATIVE_ERROR = 1e-10
 
-# Durations below this count as this: clocks tick in nanoseconds, and relative errors need a divisor.
+# Shorter durations count as this: clocks tick in nanoseconds, and relative errors need a divisor.
 TICK_SECONDS = 1e-9
 
-# A buffer that takes the first bytes of a message at once is fitted if that many sizes were measured, with that many
+# A buffer that takes the first bytes of a message at once is fitted if this many sizes were measured, with this many
 # candidate sizes.
 MIN_SIZES_FOR_BUFFER, BUFFER_CANDIDATES = 6, 60
 
 
 class _Measurements(NamedTuple):
-    """The durations of one op alone with different features; repeats are reduced to their median."""
+    """One op's durations alone, with different features. Repeats are reduced to their median."""
 
     features: tuple[BatchFeatures, ...]
     seconds: _Array  # [measurements]
 
     @property
     def divisors(self) -> _Array:
-        """The divisors of relative errors, in seconds [measurements]."""
+        """Divisors of relative errors, in seconds [measurements]."""
         return np.maximum(self.seconds, TICK_SECONDS)
 
     @property
     def weights(self) -> _Array:
-        """How much each counts, 1 on average [measurements]; all octaves of durations count the same."""
+        """Weight of each measurement, 1 on average [measurements]. All octaves of durations have equal weight."""
         octaves = np.round(np.log2(self.divisors))
         weights: _Array = np.array([1.0 / np.sum(octaves == octave) for octave in octaves])
         weights /= weights.mean()
@@ -59,21 +59,21 @@ class _Measurements(NamedTuple):
         return np.array([getattr(features, quantity) for features in self.features], dtype=np.float64)
 
     def prefer(self, richer: float, simpler: float, terms: int = 1) -> bool:
-        """Return whether further terms are worth it, from the root mean square errors of both models.
+        """Return whether further terms are worth it, given the root mean square errors of both models.
 
-        Measurements scatter, and any term explains some of the scatter: by Schwarz's information criterion (1978), one
-        is worth it if it lowers the sum of squares by a factor of n ** (1 / n). Because the best of several candidates
-        is taken, the square of that factor is required.
+        Measurements scatter, and any term explains some of the scatter. By Schwarz's information criterion (1978), a
+        term is worth it if it lowers the sum of squares by a factor of n ** (1 / n). The best of several candidates is
+        taken, so the square of that factor is required.
         """
         count = len(self.features)
         return max(richer, EXACT_RELATIVE_ERROR) < max(simpler, EXACT_RELATIVE_ERROR) * math.pow(count, -terms / count)
 
 
 class _Model(NamedTuple):
-    """What a compute op depends on in addition to its fixed part and the tokens."""
+    """The terms that a compute op depends on, besides its fixed part and its tokens."""
 
-    kink: float = 0.0  # tokens up to which reading the weights dominates; 0 if at no size
-    attention: tuple[str, ...] = ()  # rates of `ATTENTION`
+    kink: float = 0.0  # largest number of tokens at which reading weights dominates; 0 if none
+    attention: tuple[str, ...] = ()  # names of rates in `ATTENTION`
 
     @property
     def terms(self) -> int:
@@ -87,15 +87,15 @@ class _Fit(NamedTuple):
 
 
 def fit_costs(samples: Iterable[Sample], bytes_per_token: float) -> tuple[dict[str, OpCost], dict[str, float]]:
-    """Return the cost of each op that was measured, and its error: the median relative error over all features.
+    """Return the cost of each measured op, and its error: the median relative error over all features.
 
-    Samples concurrent with another lane do not count. Those of one op with the same features are repeats (of layers,
-    too), which are reduced to their median. Errors are relative, and all octaves of durations count the same, so that
-    small and large batches have the same weight, however many there are of each.
+    Samples that ran concurrently with another lane do not count. Samples of one op with equal features are repeats (in
+    different layers, too) and are reduced to their median. Errors are relative, and all octaves of durations have equal
+    weight, so that small and large batches count the same, however many there are of each.
 
     Raises:
-        ConfigError: if nothing was measured, or an op at one size only, or not alone; or a duration is negative or not
-            finite.
+        ConfigError: nothing was measured; an op was measured at only one size, or never alone; or a duration is
+            negative or not finite.
     """
     costs: dict[str, OpCost] = {}
     errors: dict[str, float] = {}
@@ -137,7 +137,7 @@ def _fit_comm(op: str, points: _Measurements, bytes_per_token: float) -> CommCos
 
 
 def _fit_line(points: _Measurements, free_tokens: float, bytes_per_token: float) -> CommCost:
-    """Return the cost of messages of which *free_tokens* tokens cost nothing."""
+    """Return the cost of messages whose first *free_tokens* tokens cost nothing."""
     beyond = np.maximum(points.column("tokens") - free_tokens, 0.0)
     alpha, slope = _solve([np.ones(len(beyond)), beyond], points)
     return CommCost(alpha, slope / bytes_per_token, bytes_per_token, free_tokens * bytes_per_token)
@@ -148,7 +148,7 @@ def _compute_rms(points: _Measurements, cost: OpCost) -> float:
 
 
 def _fit_compute(points: _Measurements) -> ComputeCost:
-    """Return a straight line, extended by the terms that are worth it, the best one first."""
+    """Return a straight line, extended by the terms that are worth it, best one first."""
     best = _fit_model(_Model(), points)
     while True:
         richer = [_fit_model(model, points) for model in _enrich(best.model, points)]
@@ -159,9 +159,9 @@ def _fit_compute(points: _Measurements) -> ComputeCost:
 
 
 def _enrich(model: _Model, points: _Measurements) -> Iterator[_Model]:
-    """Yield models with further terms, as long as there are more measurements than terms.
+    """Yield models with further terms, while there are more measurements than terms.
 
-    New pairs and cached ones come together. Attention reads few weights, so a model with a kink has at most pairs.
+    New and cached pairs are added together. Attention reads few weights, so a model with a kink has pairs at most.
     """
     richer = []
     if not model.kink and set(model.attention) <= {*PAIRS}:
@@ -174,7 +174,7 @@ def _enrich(model: _Model, points: _Measurements) -> Iterator[_Model]:
 
 
 def _list_kinks(points: _Measurements) -> list[float]:
-    """Return the sizes up to which an op may be flat. Each part has at least two: one alone would fit any outlier."""
+    """Return the sizes up to which an op may be flat. Each side has at least two: one alone would fit any outlier."""
     return sorted(set(points.column("tokens").tolist()))[1:-2]
 
 
@@ -187,10 +187,10 @@ def _fit_model(model: _Model, points: _Measurements) -> _Fit:
     solution = _solve([*columns, *(points.column(ATTENTION[rate]) for rate in model.attention)], points)
     fixed, per_token, *weights = solution[: len(columns)]
     attention = dict(zip(model.attention, solution[len(columns) :], strict=True))
-    if attention.keys() & {*PAIRS}:  # a kind of pair that was not measured costs what the other does
+    if attention.keys() & {*PAIRS}:  # a kind of pair that was not measured gets the other's cost
         known = next(attention[rate] for rate in PAIRS if rate in attention)
         attention = {**dict.fromkeys(PAIRS, known), **attention}
-    # Fitted separately, the parts may meet before the last flat size; up to there it stays flat.
+    # Fitted separately, the two sides may meet before the last flat size. Up to there the cost stays flat.
     cost = ComputeCost(fixed, per_token, max([per_token * model.kink, *weights]), **attention)
     return _Fit(model, cost, _compute_rms(points, cost))
 
@@ -198,7 +198,7 @@ def _fit_model(model: _Model, points: _Measurements) -> _Fit:
 def _solve(columns: Sequence[_Array], points: _Measurements) -> list[float]:
     """Return the non-negative coefficients [columns] with the least squared relative errors.
 
-    The solution is unconstrained in the columns that it uses (Lawson and Hanson 1974), and there are few columns: all
+    The solution is unconstrained in the columns that it uses (Lawson and Hanson 1974). There are few columns, so all
     subsets are tried, small ones first.
     """
     scale = np.sqrt(points.weights) / points.divisors

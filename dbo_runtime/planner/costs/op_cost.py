@@ -1,4 +1,4 @@
-"""The costs of one op and of the host: seconds as a function of batch features."""
+"""The costs of one op and of the host, in seconds, as functions of batch features."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ ATTENTION = MappingProxyType(
         "per_decode_pair": "decode_pairs",
     }
 )
-"""The terms that attention may add: name of the cost -> name of the feature that it is multiplied with."""
+"""The terms that attention may add: name of the cost -> name of the feature it is multiplied with."""
 
 
 def _in_file(name: str, least: float = 0.0, optional: bool = False, is_new: bool = False) -> dict[str, Any]:
-    """Describe a number of a cost file: its name there, with `_us` if it is in microseconds, and its minimum.
+    """Describe a number of a cost file: its name there, with `_us` for microseconds, and its minimum.
 
-    An optional number is left out of files if it is its default; a new one of digests, too, so that those of files from
-    before stay.
+    Files leave out an optional number that equals its default. Digests also leave out a new one, so that digests of
+    older files do not change.
     """
     return {"name": name, "least": least, "is_time": "_us" in name, "optional": optional, "is_new": is_new}
 
 
 def _imbalance() -> float:
-    """Declare the tokens of the busiest rank by the mean, a number of ops on dispatched tokens."""
+    """Declare the ratio of the busiest rank's tokens to the mean, for ops on dispatched tokens."""
     number: float = field(default=1.0, metadata=_in_file("imbalance", least=1.0, optional=True, is_new=True))
     return number
 
@@ -54,10 +54,10 @@ class _Numbers:
             if item.metadata:
                 value = float(getattr(self, item.name))
                 kept = to_microseconds(value) / 1e6 if item.metadata["is_time"] else value
-                object.__setattr__(self, item.name, kept + 0.0)  # no -0.0, which is equal but written differently
+                object.__setattr__(self, item.name, kept + 0.0)  # avoids -0.0, which is equal but written differently
 
     def list_numbers(self) -> Iterator[tuple[str, float | bool, float]]:
-        """Yield the name in a cost file, the value (times in microseconds) and the minimum of each."""
+        """Yield each number's name in a cost file, its value (times in microseconds) and its minimum."""
         for item in fields(self):  # type: ignore[arg-type]  # as above
             value = getattr(self, item.name)
             if item.metadata.get("optional") and value == item.default:
@@ -74,16 +74,17 @@ class ComputeCost(_Numbers):
 
     Attributes:
         fixed: seconds, independent of the batch.
-        per_token: seconds a token.
+        per_token: seconds per token.
         weights: seconds to read the weights.
-        per_pair: seconds a query-key pair among the new tokens of a prefill. A kernel that computes masked pairs, too,
-            computes two for each that is counted.
-        per_context_pair: seconds a pair of a new token and a cached one.
-        per_prefill: seconds a prefill, independent of its length.
-        per_context: seconds a token of prefills that is fetched from the KV cache.
-        per_decode: seconds a token of decodes, in addition to `per_token`.
-        per_decode_pair: seconds a query-key pair of decodes.
-        imbalance: tokens of the busiest rank by the mean; all wait for that rank. Above 1 for experts only.
+        per_pair: seconds per query-key pair among a prefill's new tokens. A kernel that also computes masked pairs
+            computes two for each counted pair.
+        per_context_pair: seconds per pair of a new and a cached token.
+        per_prefill: seconds per prefill, independent of its length.
+        per_context: seconds per token of prefills fetched from the KV cache.
+        per_decode: seconds per token of decodes, in addition to `per_token`.
+        per_decode_pair: seconds per query-key pair of decodes.
+        imbalance: ratio of the busiest rank's tokens to the mean; all ranks wait for that one. Above 1 only for
+            experts.
     """
 
     fixed: float = field(default=0.0, metadata=_in_file("fixed_us"))
@@ -99,7 +100,7 @@ class ComputeCost(_Numbers):
 
     @property
     def token_seconds(self) -> float:
-        """Seconds a token, on the busiest rank."""
+        """Seconds per token, on the busiest rank."""
         return self.per_token * self.imbalance
 
     def time(self, features: BatchFeatures) -> float:
@@ -112,15 +113,16 @@ class ComputeCost(_Numbers):
 class CommCost(_Numbers):
     """The time of a communication op: alpha + beta * (bytes - free_bytes), Hockney's model (1994) with a buffer.
 
-    The buffer empties while nothing is sent: an op that directly follows another finds it full and takes
-    `credit` longer.
+    The buffer empties while nothing is sent. An op that directly follows another op finds it full, and takes `credit`
+    longer.
 
     Attributes:
         alpha: seconds, independent of the size.
-        beta: seconds a byte.
+        beta: seconds per byte.
         bytes_per_token: bytes that a token adds to the message.
         free_bytes: bytes of a message that cost nothing, because buffers take them at once.
-        imbalance: bytes of the busiest rank by the mean; all wait for that rank. Above 1 for dispatched tokens only.
+        imbalance: ratio of the busiest rank's bytes to the mean; all ranks wait for that one. Above 1 only for
+            dispatched tokens.
     """
 
     alpha: float = field(metadata=_in_file("alpha_us"))
@@ -131,12 +133,12 @@ class CommCost(_Numbers):
 
     @property
     def token_seconds(self) -> float:
-        """Seconds to send what a token adds to the message, on the busiest rank."""
+        """Seconds to send the bytes that a token adds to the message, on the busiest rank."""
         return self.beta * self.bytes_per_token * self.imbalance
 
     @property
     def free_seconds(self) -> float:
-        """Seconds that buffers save at most."""
+        """Largest number of seconds that buffers save."""
         return self.beta * self.free_bytes
 
     def time(self, features: BatchFeatures) -> float:
@@ -152,7 +154,7 @@ class CommCost(_Numbers):
 
 
 OpCost = ComputeCost | CommCost
-"""The cost of an op, by the kind of its lane."""
+"""The cost of an op, by its lane's kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +163,14 @@ class HostCost(_Numbers):
 
     Attributes:
         issue: seconds to issue one op of a split step.
-        unsplit_issue: the same of an unsplit step; 0 if that takes as long.
-        handover: seconds from an op's end until one on another lane that waits for it can start.
-        computes: the compute lane is the issuing thread itself (CPU), so nothing is issued while it computes.
-        unsplit: seconds of an unsplit step outside its ops; negative if the step is compiled as one graph and its
-            ops are not.
+        unsplit_issue: seconds to issue one op of an unsplit step; 0 if equal to `issue`.
+        handover: seconds from an op's end until an op on another lane that waits for it can start.
+        computes: whether the compute lane is the issuing thread itself (CPU), so that nothing is issued while it
+            computes.
+        unsplit: seconds of an unsplit step outside its ops; negative if the step is compiled as one graph and its ops
+            are not.
         split: seconds of a split step outside its ops, such as for the metadata of the slices.
-        unsplit_per_token, split_per_token: the same for each token, such as for the embedding.
+        unsplit_per_token, split_per_token: seconds per token outside ops, such as for the embedding.
     """
 
     issue: float = field(default=0.0, metadata=_in_file("issue_us"))

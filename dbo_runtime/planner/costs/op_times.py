@@ -1,4 +1,4 @@
-"""What the ops of one batch take, kind by kind and in sum: the costs of a program, arranged for one quick look."""
+"""Op times of a batch, by kind of op and in sum: a program's costs, arranged for fast evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ATTENTION = [(rate, BatchFeatures._fields.index(feature)) for rate, feature in 
 
 
 class _Sized(NamedTuple):
-    """What an op takes by the number of tokens: fixed + max(token * tokens - free, least), in seconds."""
+    """The time of an op by number of tokens: fixed + max(token * tokens - free, least), in seconds."""
 
     fixed: float
     token: float
@@ -26,7 +26,7 @@ class _Sized(NamedTuple):
 
     @property
     def growing_from(self) -> float:
-        """The number of tokens from which on more of them take longer."""
+        """The number of tokens from which more tokens take longer."""
         return (self.least + self.free) / self.token if self.token > 0 else math.inf
 
 
@@ -34,8 +34,8 @@ class OpTimes:
     """The costs of a program's ops.
 
     Args:
-        program: of one micro-batch.
-        table: the costs of its ops.
+        program: the program of one micro-batch.
+        table: the costs of the program's ops.
     """
 
     def __init__(self, program: Program, table: CostTable) -> None:
@@ -50,12 +50,13 @@ class OpTimes:
             for feature, rate in of_kind:
                 sums[feature] = sums.get(feature, 0.0) + rate * count
         self._attention = list(sums.items())
-        # The sum of what depends on the number of tokens is linear between those from which on an op takes longer.
+        # The sum of the terms that depend on the number of tokens is linear between the points where an op starts to
+        # grow.
         self._ends = sorted({sized.growing_from for sized in self._sized} - {math.inf})
         self._lines = [_sum_line(self._sized, list(counts.values()), end) for end in (*self._ends, math.inf)]
 
     def list_seconds(self, features: BatchFeatures) -> list[float]:
-        """Return the seconds of an op of each kind [kinds], in the order of their first op."""
+        """Return the seconds of one op of each kind [kinds], in the order of their first op."""
         tokens = features.tokens
         seconds = [
             fixed + (sized if (sized := token * tokens - free) > least else least)
@@ -67,7 +68,7 @@ class OpTimes:
         return seconds
 
     def list_credits(self, features: BatchFeatures) -> list[float]:
-        """Return the seconds that an idle lane saves an op of each kind that communicates [kinds that communicate]."""
+        """Return the seconds that an idle lane saves one op of each communicating kind [kinds that communicate]."""
         return [min(rate * features.tokens, free) for rate, free in self._credits]
 
     def sum(self, features: BatchFeatures) -> float:
@@ -76,7 +77,7 @@ class OpTimes:
         return fixed + token * features.tokens + self.sum_attention(features)
 
     def sum_attention(self, features: BatchFeatures) -> float:
-        """Return the part of the sum that depends on more than the number of tokens."""
+        """Return the part of the sum that depends on other features than the number of tokens."""
         seconds = 0.0
         for feature, rate in self._attention:
             seconds += rate * features[feature]
@@ -90,13 +91,13 @@ def _read_sized(cost: OpCost) -> _Sized:
 
 
 def _list_rates(cost: OpCost) -> list[tuple[int, float]]:
-    """Return the features that attention costs something by, and how many seconds each."""
+    """Return the features that attention's cost depends on, with the seconds per unit of each."""
     rates = [(feature, float(getattr(cost, rate, 0.0))) for rate, feature in _ATTENTION]
     return [(feature, rate) for feature, rate in rates if rate]
 
 
 def _sum_line(kinds: Sequence[_Sized], counts: Sequence[int], end: float) -> tuple[float, float]:
-    """Return what all ops take, as fixed seconds and seconds a token, for the numbers of tokens just before *end*."""
+    """Return all ops' fixed seconds and seconds per token, for numbers of tokens just below *end*."""
     fixed = token = 0.0
     for sized, count in zip(kinds, counts, strict=True):
         grows = sized.growing_from < end

@@ -1,4 +1,4 @@
-"""A program without its functions, as cost files have it: enough to plan with, without the model."""
+"""A program without its functions, as stored in cost files: enough to plan without the model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dbo_runtime.ir.op import Op
 from dbo_runtime.ir.program import MAX_OUTPUTS, Program, ProgramBuilder
 from dbo_runtime.ir.values import Value
 
-# A program spec is read from a file and its layers are unrolled: larger numbers than any model has are errors.
+# A program spec is read from a file and its layers are unrolled. Numbers larger than in any model are errors.
 MAX_LAYERS = 10_000
 MAX_INPUTS = 1_000
 MAX_LANES = 16
-MAX_VALUES = 100_000  # that all ops write; a model of 61 layers has some 1,000 ops
+MAX_VALUES = 100_000  # values written by all ops; a model of 61 layers has about 1,000 ops
 
-_COUNTED = re.compile(r"(.*)~([0-9]{1,6})", re.DOTALL)  # a name, and how many later writes of it hide the value
+_COUNTED = re.compile(r"(.*)~([0-9]{1,6})", re.DOTALL)  # a name, and how many later writes hide the value
 
 
 class OpSpec(NamedTuple):
-    """An op without its function; the attributes are those of `dbo_runtime.ir.program.Op`.
+    """An op without its function. The attributes are those of `dbo_runtime.ir.program.Op`.
 
-    A value is named after the op or input that wrote it, `attn_norm`, or `attn_norm.1` for an op's second output. A
-    name refers to the latest earlier write of that name, and `attn_norm~2` to the one two writes before that.
+    A value is named after the op or input that wrote it, such as `attn_norm`, or `attn_norm.1` for an op's second
+    output. A name refers to its latest earlier write, and `attn_norm~2` to the write two before that.
     """
 
     name: str
@@ -43,7 +43,7 @@ class OpSpec(NamedTuple):
 
 
 class LayerRun(NamedTuple):
-    """Consecutive equal layers; with *layered* false, ops outside any layer, which do not repeat."""
+    """Consecutive equal layers; or, if *layered* is false, ops outside any layer, which do not repeat."""
 
     repeat: int
     ops: tuple[OpSpec, ...]
@@ -56,11 +56,11 @@ class ProgramSpec:
 
     Attributes:
         inputs: names of the input values.
-        runs: the ops.
-        outputs: names of the values returned.
+        runs: the ops, grouped.
+        outputs: names of the returned values.
 
     Raises:
-        ConfigError: if no program can be built from it; names the field.
+        ConfigError: no program can be built from the spec. The message names the field.
     """
 
     inputs: tuple[str, ...]
@@ -72,9 +72,9 @@ class ProgramSpec:
 
 
 def describe_program(program: Program) -> ProgramSpec:
-    """Return the spec of *program*, from which `build_program` makes an equal one.
+    """Return the spec of *program*, from which `build_program` makes an equal program.
 
-    Functions, the names of outputs and the numbers of layers are lost.
+    Functions, names of outputs and layer numbers are lost.
     """
     writes = _Writes()
     for value in program.inputs:
@@ -85,10 +85,10 @@ def describe_program(program: Program) -> ProgramSpec:
 
 
 def build_program(spec: ProgramSpec) -> Program:
-    """Return the program of a spec. It can be planned, but its ops raise ProgramError when run.
+    """Return the program of a spec. It can be planned, but its ops raise ProgramError if run.
 
     Raises:
-        ConfigError: if the spec violates the rules of programs; names the field.
+        ConfigError: the spec violates the rules of programs. The message names the field.
     """
     _check_size(spec)
     p = ProgramBuilder()
@@ -114,13 +114,13 @@ def build_program(spec: ProgramSpec) -> Program:
 
 
 def repeat_runs(spec: ProgramSpec, repeats: Sequence[int]) -> ProgramSpec:
-    """Return *spec* with so many equal layers in each run [runs]; a run with 0 is left out.
+    """Return *spec* with this number of equal layers in each run [runs]. A run with 0 layers is left out.
 
     Raises:
-        ConfigError: if something reads a value that a run before it hides, and that run changes: with another number of
-            layers it would read another value.
+        ConfigError: an op or output reads a value hidden by a changed run before it. With another number of layers it
+            would read another value.
     """
-    changed: set[str] = set()  # names of values that runs so far write in other numbers
+    changed: set[str] = set()  # names of values that earlier runs now write more or less often
     for run, repeat in zip(spec.runs, repeats, strict=True):
         _check_references(changed, [name for op in run.ops for name in (*op.reads, *op.overwrites)])
         if repeat != run.repeat:
@@ -138,26 +138,26 @@ def _check_references(changed: Collection[str], references: Sequence[str]) -> No
 
 
 class _Writes:
-    """The values that a program has written so far, by the names that its spec has for them."""
+    """The values written so far by a program, under their names in the spec."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Value]] = {}
         self._places: dict[Value, tuple[str, int]] = {}
 
     def add(self, name: str, value: Value) -> None:
-        """Note that *value* was written, after others of that name."""
+        """Note that *value* was written, after earlier values of this name."""
         values = self._values.setdefault(name, [])
         self._places[value] = name, len(values)
         values.append(value)
 
     def name(self, value: Value) -> str:
-        """Return the reference by which `find` finds a value now."""
+        """Return the reference that `find` would find a value by at this point."""
         name, place = self._places[value]
         hidden_by = len(self._values[name]) - place - 1
         return f"{name}~{hidden_by}" if hidden_by or _COUNTED.fullmatch(name) else name
 
     def find(self, reference: str, path: str) -> Value:
-        """Return a value; raise ConfigError, which names the *path*, if there is none."""
+        """Return the value of a reference. Raises ConfigError with the *path* if there is none."""
         name, hidden_by = _split_reference(reference)
         values = self._values.get(name, [])
         if len(values) <= hidden_by:
@@ -166,7 +166,7 @@ class _Writes:
 
 
 def _split_reference(reference: str) -> tuple[str, int]:
-    """Return a name, and how many later writes of that name hide the value."""
+    """Return a reference's name, and the number of later writes of this name that hide the value."""
     counted = _COUNTED.fullmatch(reference)
     return (counted[1], int(counted[2])) if counted else (reference, 0)
 
@@ -202,7 +202,7 @@ def _group_runs(ops: Sequence[Op], specs: Sequence[OpSpec]) -> tuple[LayerRun, .
 
 
 def _check_size(spec: ProgramSpec) -> None:
-    """Raise ConfigError if layers or values are more than can be unrolled."""
+    """Raise ConfigError if there are more layers or values than can be unrolled."""
     for number, run in enumerate(spec.runs):
         _check_run(run, f"program.runs[{number}]")
     values = sum(run.repeat * sum(1 + max(op.outputs, 0) for op in run.ops) for run in spec.runs)

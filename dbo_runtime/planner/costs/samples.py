@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 
-MIN_SIZES = 2  # at which an op must be measured: its cost is a line at least
+MIN_SIZES = 2  # sizes that an op must be measured at: its cost is at least a line
 
 
 class Sample(NamedTuple):
@@ -20,14 +20,14 @@ class Sample(NamedTuple):
     lane: str
     features: BatchFeatures
     seconds: float
-    concurrent: float = 0.0  # seconds of it while another lane ran; see `Timeline.measure_concurrent`
-    was_queued: bool = True  # all of it was issued before it began, so that no lane waited for the host within it
+    concurrent: float = 0.0  # seconds in which another lane ran, too; see `Timeline.measure_concurrent`
+    was_queued: bool = True  # the whole op was issued before it began, so its lane did not wait for the host
 
 
 def keep_queued(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples that say what ops take, and not what the host takes to issue their kernels.
+    """Return the samples that measure op times, without those that measure how long the host takes to issue kernels.
 
-    An op that was never queued at enough sizes keeps all its samples: it takes no longer than these.
+    An op that was not queued at enough sizes keeps all its samples: its time is at most theirs.
     """
     sizes: dict[str, set[int]] = defaultdict(set)
     for sample in samples:
@@ -37,7 +37,7 @@ def keep_queued(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """Return the samples of each op; ConfigError if a duration is negative or not finite."""
+    """Return the samples of each op. Raises ConfigError if a duration is negative or not finite."""
     groups: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if not (0 <= sample.concurrent <= sample.seconds < math.inf):
@@ -50,7 +50,7 @@ def group_by_op(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def get_lane(op: str, samples: Sequence[Sample]) -> str:
-    """Return the lane of the samples of an op; ConfigError if they have several."""
+    """Return the lane of an op's samples. Raises ConfigError if there are several."""
     lanes = sorted({sample.lane for sample in samples})
     if len(lanes) > 1:
         raise ConfigError(f"op {op} runs on lanes {' and '.join(lanes)}; ops of one name share one cost: rename one.")

@@ -1,1 +1,1 @@
-"""The search for an issue order, with a proof."""
+"""The search for an issue order, with a bound that can prove it optimal."""

@@ -1,4 +1,4 @@
-"""A lower bound on the time of any schedule."""
+"""A lower bound for the duration of any schedule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dbo_runtime.planner.search.jobs import Job, make_jobs
 
 
 def compute_bound(jobs: Sequence[Job]) -> float:
-    """Return a time, in seconds, that no issue order of these micro-batches can beat.
+    """Return a time in seconds that no issue order of these micro-batches can beat.
 
-    The maximum of each micro-batch's longest path, and of each lane's work with the minimum that must come before its
-    first op and after its last one (the job shop bound, Carlier 1982; `docs/theory.md` has it for chains).
+    It is the maximum over each micro-batch's longest path, and over each lane's work plus the minimum time before the
+    lane's first op and after its last op (the job shop bound, Carlier 1982; `docs/theory.md` has it for chains).
     """
     paths = [max(job.path, default=0.0) for job in jobs]
     lanes = range(len(jobs[0].tail)) if jobs else ()
@@ -22,7 +22,7 @@ def compute_bound(jobs: Sequence[Job]) -> float:
 
 
 def compute_bound_of(timeline: Timeline, schedule: Schedule) -> float:
-    """Return the bound, in seconds, for ops that take as long as in *timeline*, a run of *schedule*."""
+    """Return the bound, in seconds, for ops with the durations of *timeline*, a run of *schedule*."""
     taken = {(span.op, span.micro_batch): span.end - span.start for span in timeline.spans}
     times = [
         [max(0.0, taken[op.label, micro_batch]) for op in program.ops]

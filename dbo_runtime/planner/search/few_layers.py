@@ -1,4 +1,4 @@
-"""A program with few of its equal layers: what is found out with it holds for all of them."""
+"""A program with only a few of its equal layers. Results found for it hold for all equal layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dbo_runtime.planner.costs.program_spec import build_program, describe_progr
 
 @dataclass(frozen=True, slots=True)
 class FewLayers:
-    """A program of which equal layers were left out.
+    """A program without most of its equal layers.
 
     Attributes:
-        program: without them; it can be planned, but not run.
+        program: the shortened program; it can be planned, but not run.
         first: position of the first op of the equal layers.
-        ops: of each of them.
-        kept: how many of them are left.
-        omitted: how many are not.
+        ops: number of ops in each of these layers.
+        kept: number of these layers that are kept.
+        omitted: number of these layers that are left out.
     """
 
     program: Program
@@ -30,16 +30,16 @@ class FewLayers:
 
     @property
     def end(self) -> int:
-        """The position after the last op of the equal layers that are left."""
+        """The position after the last op of the kept equal layers."""
         return self.first + self.kept * self.ops
 
     def select(self, values: Sequence[float]) -> list[float]:
-        """Return of values of the whole program's ops [ops] those of the ops that are left."""
+        """Return the values of the kept ops from *values* of the whole program's ops [ops]."""
         return [*values[: self.end], *values[self.end + self.omitted * self.ops :]]
 
 
 def keep_few_layers(program: Program, count: int) -> FewLayers | None:
-    """Leave out equal layers but for *count* of them; None if the program has no more, or reads what they hide."""
+    """Leave out all but *count* equal layers; None if the program has no more, or reads values that they hide."""
     spec = describe_program(program)
     number, run = max(enumerate(spec.runs), key=lambda item: item[1].repeat, default=(0, None))
     if run is None or run.repeat <= count:

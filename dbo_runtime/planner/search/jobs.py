@@ -1,6 +1,6 @@
-"""Micro-batches as the jobs of a job shop: programs reduced to lanes, seconds and dependencies, ready for search.
+"""Micro-batches as jobs of a job shop: programs reduced to lanes, seconds and dependencies, ready for a search.
 
-Lanes are the machines of the job shop. But the operations of a job need not form a chain: shared experts run
+Lanes are the machines of the job shop. Unlike there, a job's operations need not form a chain: shared experts run
 concurrently with the dispatch of the same micro-batch.
 """
 
@@ -22,12 +22,12 @@ class Operation:
     """One op of a job.
 
     Attributes:
-        lane: index of its lane.
-        seconds: its duration.
-        after: positions of earlier operations of the job, on other lanes, that must have ended.
+        lane: index of the lane.
+        seconds: duration in seconds.
+        after: positions of the job's earlier operations on other lanes that must have ended.
         follows: (job, position) of the `ordered` operation that must come before; None if there is none.
-        buffer: index of the `exclusive` buffer it holds, if ops of several lanes hold it; None otherwise, because
-            ops of one lane never overlap.
+        buffer: index of the `exclusive` buffer that the operation holds; None if none, or if only ops of one lane hold
+            it, which never overlap anyway.
     """
 
     lane: int
@@ -38,12 +38,12 @@ class Operation:
 
 
 class Job:
-    """The operations of one micro-batch, in program order, and what can be derived from them alone.
+    """The operations of one micro-batch in program order, with data derived from them alone.
 
     Args:
-        operations: [operations].
+        operations: the operations [operations].
         lanes: number of lanes.
-        awaited: positions of operations that `ordered` ones of other jobs, on other lanes, follow.
+        awaited: positions of operations that `ordered` operations of other jobs, on other lanes, follow.
     """
 
     def __init__(self, operations: Sequence[Operation], lanes: int, awaited: frozenset[int] = frozenset()) -> None:
@@ -53,7 +53,7 @@ class Job:
 
     @cached_property
     def path(self) -> list[float]:
-        """For each operation, seconds from its start to the end of the longest path after it [operations]."""
+        """For each operation, seconds from its start to the end of the longest path that follows [operations]."""
         path = [operation.seconds for operation in self.operations]
         for position in reversed(range(len(path))):
             for earlier in self._list_predecessors(position):
@@ -62,7 +62,7 @@ class Job:
 
     @cached_property
     def left(self) -> list[tuple[float, ...]]:
-        """For each position, seconds of work of each lane from there on [operations + 1][lanes]."""
+        """For each position, seconds of each lane's work from there on [operations + 1][lanes]."""
         left = [(0.0,) * self._lanes]
         for operation in reversed(self.operations):
             left.append(tuple(s + operation.seconds * (lane == operation.lane) for lane, s in enumerate(left[-1])))
@@ -70,7 +70,7 @@ class Job:
 
     @cached_property
     def tail(self) -> list[float]:
-        """For each lane, seconds that must follow the job's last operation there; infinite without one [lanes]."""
+        """For each lane, seconds that must follow the job's last operation there; infinite if it has none [lanes]."""
         tail = [math.inf] * self._lanes
         for operation, path in zip(self.operations, self.path, strict=True):
             tail[operation.lane] = path - operation.seconds
@@ -78,7 +78,7 @@ class Job:
 
     @cached_property
     def head(self) -> list[float]:
-        """For each lane, seconds that must precede the job's first operation there; infinite without one [lanes]."""
+        """For each lane, seconds that must precede the job's first operation there; infinite if it has none [lanes]."""
         head = [math.inf] * self._lanes
         ends: list[float] = []
         for position, operation in enumerate(self.operations):
@@ -90,16 +90,15 @@ class Job:
 
     @cached_property
     def delay(self) -> list[tuple[float, ...]]:
-        """For each operation, the minimum seconds from its start to that of the next one of each lane, itself included.
+        """For each operation, minimum seconds from its start to that of each lane's next operation, itself included.
 
-        Infinite if the lane has none; minus infinite if that one does not depend on the operation
-        [operations][lanes].
+        Infinite if the lane has none; minus infinite if that operation does not depend on this one [operations][lanes].
         """
         return [self._compute_delays(position) for position in range(len(self.operations))]
 
     @cached_property
     def held(self) -> list[tuple[int, ...]]:
-        """For each position, the earlier operations whose ends matter to those from there on [operations + 1]."""
+        """For each position, earlier operations whose ends matter to the operations from there on [operations + 1]."""
         last_user = {
             earlier: position for position, operation in enumerate(self.operations) for earlier in operation.after
         }
@@ -111,7 +110,7 @@ class Job:
 
     @cached_property
     def awaiting(self) -> list[tuple[tuple[int, ...], ...]]:
-        """For each position and operation held there, the lanes that await it [operations + 1][held][lanes]."""
+        """For each position and operation held there, the lanes that wait for it [operations + 1][held][lanes]."""
         users: dict[int, list[int]] = {}
         for position, operation in enumerate(self.operations):
             for earlier in operation.after:
@@ -127,7 +126,7 @@ class Job:
 
     @cached_property
     def _previous(self) -> list[int | None]:
-        """For each operation, the one before it on its lane [operations]."""
+        """For each operation, the previous one on its lane [operations]."""
         latest: dict[int, int] = {}
         previous = []
         for position, operation in enumerate(self.operations):
@@ -158,10 +157,10 @@ class Job:
 
 
 def make_jobs(programs: Sequence[Program], times: Sequence[Sequence[float]]) -> tuple[Job, ...]:
-    """Return a job for each micro-batch; *times* are the seconds of its ops [micro-batches][ops].
+    """Return a job for each micro-batch. *times* are the seconds of its ops [micro-batches][ops].
 
     Raises:
-        ConfigError: if a time is negative or not finite, or the number of times is not that of ops.
+        ConfigError: a time is negative or not finite, or the number of times differs from that of ops.
     """
     lanes = {lane: index for index, lane in enumerate(list_lanes(programs))}
     buffers = _number_buffers(programs)
@@ -192,7 +191,7 @@ def _check_times(micro_batch: int, program: Program, seconds: Sequence[float]) -
 
 
 def _list_waits(program: Program) -> list[tuple[int, ...]]:
-    """Return, for each op, the earlier ones of other lanes that it waits for, like `schedule.lower`."""
+    """Return, for each op, the earlier ops on other lanes that it waits for, like `schedule.lower`."""
     needs = Dependencies((program,))
     after = []
     for position, op in enumerate(program.ops):
@@ -204,7 +203,7 @@ def _list_waits(program: Program) -> list[tuple[int, ...]]:
 
 
 def _number_buffers(programs: Sequence[Program]) -> dict[str, int]:
-    """Number the `exclusive` buffers that ops of several lanes hold."""
+    """Number the `exclusive` buffers that are held by ops of several lanes."""
     lanes: dict[str, set[str]] = {}
     for program in programs:
         for op in program.ops:
@@ -214,7 +213,7 @@ def _number_buffers(programs: Sequence[Program]) -> dict[str, int]:
 
 
 def _list_followed(programs: Sequence[Program]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return, for each `ordered` op as (job, position), the one of an earlier job that must come before it."""
+    """Return, for each `ordered` op as (job, position), the op of an earlier job that must come before it."""
     position = [{op.label: n for n, op in enumerate(program.ops)} for program in programs]
     return {
         (number, position[number][label]): (earlier, position[earlier][label])

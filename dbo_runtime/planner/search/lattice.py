@@ -1,7 +1,7 @@
-"""The lattice of a search for an issue order: its points are how many operations of each micro-batch are issued.
+"""The lattice of a search for an issue order: a point is the number of issued operations of each micro-batch.
 
-All that the future depends on at a point is a few times: when each lane is free, and when those operations end that
-later ones on other lanes wait for.
+At a point, the future depends only on a few times: when each lane is free, and when each operation ends that later
+operations on other lanes wait for.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dbo_runtime.planner.search.jobs import Job
 
 Times = tuple[float, ...]
 LatticePoint = tuple[int, ...]
-"""The number of operations of each job that are issued [jobs]."""
+"""The number of issued operations of each job [jobs]."""
 
 
 class Trail(NamedTuple):
-    """The jobs that were issued from, the last one first."""
+    """The jobs that were issued from, last one first."""
 
     before: Trail | None
     job: int
 
 
 class LatticeState(NamedTuple):
-    """What the future depends on at a point.
+    """All that the future depends on at a point.
 
     Attributes:
-        times: when each lane is free; when each shared buffer is; when each job's held operations end, but not
-            before the lanes that await them are free [lanes + buffers + held].
-        trail: the jobs that led there.
+        times: time at which each lane is free; then each shared buffer; then the end of each job's held operations, but
+            at least the time at which the lanes that wait for them are free [lanes + buffers + held].
+        trail: the jobs that led to this state.
     """
 
     times: Times
@@ -40,7 +40,7 @@ class LatticeState(NamedTuple):
 
 
 class Lattice:
-    """Points, states, and the transitions between them, for one search. It never changes."""
+    """The points, states and transitions of one search. A lattice never changes."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
@@ -53,12 +53,12 @@ class Lattice:
         self._kept = [[_list_kept(job, position) for position in range(len(job.operations))] for job in jobs]
 
     def start(self) -> tuple[LatticePoint, LatticeState]:
-        """Return the point and state at which a search starts."""
+        """Return the point and state where a search starts."""
         return (0,) * len(self.jobs), LatticeState((0.0,) * self._clocks, None)
 
     @property
     def depth(self) -> int:
-        """The number of operations, which is that of transitions from start to end."""
+        """The number of operations, which equals the number of transitions from start to end."""
         return sum(self._lengths)
 
     def sum_lanes(self, state: LatticeState) -> float:
@@ -66,11 +66,11 @@ class Lattice:
         return sum(state.times[: self._lanes])
 
     def compute_end(self, state: LatticeState) -> float:
-        """Return when the last lane is free."""
+        """Return the time at which the last lane is free."""
         return max(state.times[: self._lanes])
 
     def compute_starts(self, point: LatticePoint, times: Times) -> list[float]:
-        """Return the earliest start of each job's next operation; infinite for a job that is done [jobs]."""
+        """Return the earliest start of each job's next operation; infinite for a finished job [jobs]."""
         starts = []
         offset = self._clocks
         for job, slots, position, length in zip(self.jobs, self._slots, point, self._lengths, strict=True):
@@ -101,7 +101,7 @@ class Lattice:
         return issuable
 
     def list_choices(self, point: LatticePoint, times: Times, starts: Sequence[float]) -> list[int]:
-        """Return the jobs to branch on: a single one if issuing from it first loses nothing, else all."""
+        """Return the jobs to branch on: a single one if issuing from it first loses nothing, otherwise all."""
         choices = self.list_issuable(point)
         if len(choices) > 1:
             for number in choices:
@@ -129,7 +129,7 @@ class Lattice:
             if other == number:
                 known = (*held, end)
                 held = tuple([known[slot] for slot in self._kept[number][position]])
-            if held:  # an end does not matter while the lanes that await it are busy anyway
+            if held:  # an end does not matter while the lanes that wait for it are busy anyway
                 for time, lanes in zip(held, job.awaiting[reached[other]], strict=True):
                     times.append(max(time, min([times[lane] for lane in lanes])))
         return reached, LatticeState(tuple(times), Trail(state.trail, number))
@@ -169,7 +169,7 @@ class Lattice:
         return tuple(order)
 
     def _may_go_first(self, point: LatticePoint, times: Times, starts: Sequence[float], number: int) -> bool:
-        """Whether the job's next operation ends before any other job could start anything on its lane."""
+        """Return whether the job's next operation ends before any other job could start anything on its lane."""
         operation = self.jobs[number].operations[point[number]]
         end = starts[number] + operation.seconds
         if operation.buffer is not None:
@@ -182,21 +182,21 @@ class Lattice:
         return True
 
     def _compute_followed_end(self, point: LatticePoint, times: Times, lane: int, follows: tuple[int, int]) -> float:
-        """Return the end of the operation that must come before; 0 if it is not issued, or on the same lane."""
+        """Return the end of the operation that must come before; 0 if it is not issued yet, or is on the same lane."""
         number, position = follows
         held = self.jobs[number].held[point[number]]
         if self.jobs[number].operations[position].lane == lane or position not in held:
-            return 0.0  # if it is held for others, its end may be delayed until their lanes are free
+            return 0.0  # if held for others, its end may be delayed until their lanes are free
         offset = self._clocks + sum(len(self.jobs[other].held[point[other]]) for other in range(number))
         return times[offset + held.index(position)]
 
 
 def _list_slots(job: Job, position: int) -> tuple[int, ...]:
-    """Return which of the ends held at *position* its operation waits for."""
+    """Return the indices of the ends held at *position* that its operation waits for."""
     return tuple(job.held[position].index(q) for q in job.operations[position].after)
 
 
 def _list_kept(job: Job, position: int) -> tuple[int, ...]:
-    """Return which of the ends held at *position*, followed by its own, are held at the next position."""
+    """Return the indices of the ends held at *position*, followed by its own, that are held at the next position."""
     known = (*job.held[position], position)
     return tuple(known.index(q) for q in job.held[position + 1])

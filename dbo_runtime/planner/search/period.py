@@ -1,9 +1,9 @@
-"""An issue order for many equal layers: searched for with few of them, and one period of it repeated for the others.
+"""An issue order for many equal layers: search with a few of them, and repeat one period of the order for the others.
 
-An order of the micro-batches' next k layers advances the state of a search (see `lattice.State`) by a map that is
-monotone, and commutes with a shift of all times. So if the state after these layers is nowhere more than d seconds
-later than before them, it is nowhere more than m * d later after m repetitions (max-plus algebra; Baccelli, Cohen,
-Olsder and Quadrat 1992): the repeated order never takes longer than the short one plus m * d.
+An order of the micro-batches' next k layers maps the state of a search (see `lattice.LatticeState`) to a new state.
+This map is monotone, and commutes with a shift of all times. So if no time after these layers is more than d seconds
+later than before them, then after m repetitions no time is more than m * d later (max-plus algebra; Baccelli, Cohen,
+Olsder and Quadrat 1992). The repeated order therefore never takes longer than the short one plus m * d.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dbo_runtime.planner.search.jobs import Job, make_jobs
 from dbo_runtime.planner.search.lattice import Lattice, LatticePoint, Times
 from dbo_runtime.planner.search.search import find_order
 
-SEARCHED_LAYERS = 9  # room for what comes before the steady state, for two periods of it, and for what comes after
-MAX_PERIOD_LAYERS = 3  # a longer one would leave no room for that
-SATURATION_TOLERANCE = 5e-3  # relative time in which the busiest lane may be idle
-MAX_KEPT = 8  # programs with few layers
+SEARCHED_LAYERS = 9  # room for a start, two periods of the steady state, and an end
+MAX_PERIOD_LAYERS = 3  # a longer period would leave no room for that
+SATURATION_TOLERANCE = 5e-3  # share of time in which the busiest lane may be idle
+MAX_KEPT = 8  # shortened programs to keep
 MIN_EQUAL_LAYERS = 24  # with fewer, a search of all layers takes about as long
 
 MakeOrder = Callable[[FewLayers], Order]
-"""Make an issue order for the micro-batches of a program with few layers."""
+"""Makes an issue order for the micro-batches of a program with few layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """The part of an issue order that can be repeated.
+    """A part of an issue order that can be repeated.
 
     Attributes:
-        begin, end: its first instruction, and the one after its last.
-        layers: by how many layers it advances each micro-batch.
-        seconds: that each repetition adds at most.
+        begin, end: number of its first instruction, and the number after its last.
+        layers: number of layers by which it advances each micro-batch.
+        seconds: largest number of seconds that each repetition adds.
     """
 
     begin: int
@@ -48,18 +48,18 @@ class Period:
 
     @property
     def rate(self) -> float:
-        """Seconds a layer, rounded so that equal periods compare as equal."""
+        """Seconds per layer, rounded so that equal periods compare as equal."""
         return float(f"{self.seconds / self.layers:.9g}")
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodicOrder:
-    """An issue order for a program with few of its equal layers, which goes on with as many more as needed.
+    """An issue order for a program with few of its equal layers, extensible to any number of further layers.
 
     Attributes:
-        few: the program of each micro-batch.
-        order: for it.
-        period: of the order. What `few` omits is a whole number of periods.
+        few: the shortened program of each micro-batch.
+        order: an issue order for it.
+        period: a period of this order. The layers omitted from `few` are a whole number of periods.
     """
 
     few: FewLayers
@@ -68,11 +68,11 @@ class PeriodicOrder:
 
     @property
     def omitted_periods(self) -> int:
-        """How often the period is repeated to make the order of all layers."""
+        """The number of repetitions of the period that make the order of all layers."""
         return self.few.omitted // self.period.layers
 
     def repeat(self, times: int) -> Order:
-        """Return the order with its period *times* more often: for as many more layers."""
+        """Return the order with *times* further repetitions of its period, for as many more layers."""
         shift = self.period.layers * self.few.ops
         body = self.order[self.period.begin : self.period.end]
         repeated = [Issue(mb, position + number * shift) for number in range(times + 1) for mb, position in body]
@@ -81,10 +81,10 @@ class PeriodicOrder:
 
 
 class PeriodSearch:
-    """Finds periodic issue orders for micro-batches of one program.
+    """Finds periodic issue orders for micro-batches that run one program.
 
     Args:
-        program: of one micro-batch.
+        program: the program of one micro-batch.
     """
 
     def __init__(self, program: Program) -> None:
@@ -92,14 +92,14 @@ class PeriodSearch:
         self._keep = lru_cache(MAX_KEPT)(self._keep_layers)
 
     def lengthen(self, periodic: PeriodicOrder, times: int) -> FewLayers | None:
-        """Return the program of each micro-batch if the period comes *times* more often; None if that is all of it."""
+        """Return each micro-batch's program with *times* further periods; None if that is the whole program."""
         return self._keep(periodic.few.kept + times * periodic.period.layers)
 
     def find(self, times: Sequence[Sequence[float]], max_states: int) -> PeriodicOrder | None:
-        """Return an order that ends soon, found in a time that does not grow with the number of equal layers.
+        """Return an order that ends soon, in a search time that does not grow with the number of equal layers.
 
-        *times* are the seconds of the whole program's ops [micro-batches][ops], alike in all equal layers. None if the
-        program has but few equal layers, or no period is found in the order of few.
+        *times* are the seconds of the whole program's ops [micro-batches][ops], the same in all equal layers. Returns
+        None if the program has only a few equal layers, or if the order of a few layers has no period.
         """
 
         def make_jobs_of(few: FewLayers) -> tuple[Job, ...]:
@@ -111,10 +111,10 @@ class PeriodSearch:
         return self._make_periodic(search, make_jobs_of)
 
     def is_saturated(self, times: Sequence[Sequence[float]]) -> bool:
-        """Whether alternating keeps a lane busy in the steady state, so that no order adds less for each layer.
+        """Return whether alternating keeps a lane busy in the steady state, so that no order adds less time per layer.
 
-        False as well if the program has but few equal layers. Such a lane leaves a beam no reason to prefer orders
-        that repeat, and those that do not are worse for many layers.
+        Also False if the program has only a few equal layers. A busy lane gives a beam no reason to prefer orders that
+        repeat, and orders that do not repeat are worse for many layers.
         """
         few = self._keep(SEARCHED_LAYERS)
         if few is None:
@@ -130,7 +130,7 @@ class PeriodSearch:
         return bool(periods) and periods[0].rate <= max(busy.values()) * (1 + SATURATION_TOLERANCE)
 
     def repeat_policy(self, policy: Callable[[Sequence[Program]], Order], micro_batches: int) -> PeriodicOrder | None:
-        """Return the order of a policy that does with each layer alike; None as for `find`."""
+        """Return the order of a policy that treats each layer alike; None as for `find`."""
 
         def make_jobs_of(few: FewLayers) -> tuple[Job, ...]:
             return make_jobs([few.program] * micro_batches, [[0.0] * len(few.program.ops)] * micro_batches)
@@ -144,7 +144,7 @@ class PeriodSearch:
     def _make_periodic(
         self, make_order: MakeOrder, make_jobs_of: Callable[[FewLayers], Sequence[Job]]
     ) -> PeriodicOrder | None:
-        """Make an order of few layers, or of so many more that its best period goes into what is omitted."""
+        """Make an order of a few layers, adding layers until its best period divides the omitted ones."""
         options = []
         count = SEARCHED_LAYERS
         while count < SEARCHED_LAYERS + MAX_PERIOD_LAYERS and (few := self._keep(count)) is not None:
@@ -160,7 +160,7 @@ class PeriodSearch:
 
 
 def find_periods(jobs: Sequence[Job], few: FewLayers, order: Order) -> list[Period]:
-    """Return the parts of *order* that can be repeated, those first that add least for each layer.
+    """Return the parts of *order* that can be repeated, those first that add the least time per layer.
 
     A part can be repeated if it advances each micro-batch by the same whole number of equal layers.
     """
@@ -168,7 +168,7 @@ def find_periods(jobs: Sequence[Job], few: FewLayers, order: Order) -> list[Peri
     periods = []
     for number, (point, times) in enumerate(_walk(jobs, order)):
         if any(not few.first + few.ops <= position < few.end for position in point):
-            continue  # the first layer may wait for what comes before, and not for a layer
+            continue  # the first layer may wait for earlier ops that are not in a layer
         layer, phase = divmod(point[0] - few.first, few.ops)
         earlier = visits.setdefault((phase, *(position - point[0] for position in point[1:])), [])
         for begin, first_layer, before in earlier[-MAX_PERIOD_LAYERS:]:

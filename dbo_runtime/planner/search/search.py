@@ -1,11 +1,11 @@
 """Search for the issue order that ends first: exact for two micro-batches, a beam for more.
 
-Issuing op after op is a path through a lattice whose points say how many ops of each micro-batch are issued. All that
-the future depends on at a point is a few times: when each lane is free, and when those ops end that later ones on other
-lanes wait for. Of two paths to a point, one that is later in none of them dominates the other.
+Issuing op after op is a path through a lattice. A point says how many ops of each micro-batch are issued. The future
+depends only on a few times: when each lane is free, and when each op ends that later ops on other lanes wait for. If
+two paths lead to a point, and one of them is later in no time, it dominates the other.
 
 Most points need no branching. If an op ends before anything of another micro-batch could start on its lane, issuing it
-first loses nothing; branches are left only where ops compete. For two micro-batches that are chains on two lanes this
+first loses nothing, so branches remain only where ops compete. For two micro-batches that are chains on two lanes this
 is Akers' shortest path around obstacles (Akers 1956; Brucker 1988): ops that need the same lane are the obstacles.
 """
 
@@ -23,20 +23,20 @@ from dbo_runtime.planner.search.bound import compute_bound
 from dbo_runtime.planner.search.jobs import Job
 from dbo_runtime.planner.search.lattice import Lattice, LatticePoint, LatticeState
 
-BEAM = 16  # states kept at each depth for a first solution, which then bounds the exact search
-WIDE_BEAM = 256  # the same for more than two micro-batches, where the beam is all there is
-DEFAULT_SEARCH_STATES = 200_000  # after which the exact search gives up: two to three seconds
-BEAM_SHARE = 0.25  # of the states that may be visited: those of a beam cost more
-ROUNDING = 1e-9  # relative difference that sums of floats may have
+BEAM = 16  # states kept per depth for a first solution, which bounds the exact search
+WIDE_BEAM = 256  # the same for more than two micro-batches, where there is no exact search
+DEFAULT_SEARCH_STATES = 200_000  # limit of the exact search: two to three seconds
+BEAM_SHARE = 0.25  # share of the states that a beam may visit: they cost more
+ROUNDING = 1e-9  # relative difference between equal sums of floats
 
 
 @dataclass(frozen=True, slots=True)
 class FoundOrder:
-    """The issue order that a search found, and a bound.
+    """The issue order found by a search, and a bound.
 
     Attributes:
         order: the issue order.
-        seconds: when the last op ends.
+        seconds: time at which the last op ends.
         bound: seconds that no order can beat; equal to *seconds* if the order is proven optimal.
     """
 
@@ -46,20 +46,20 @@ class FoundOrder:
 
     @property
     def gap(self) -> float:
-        """The share of its time by which the order may be slower than the best one."""
+        """Largest share of its time by which the order may be slower than the best one."""
         return 1.0 - self.bound / self.seconds if self.seconds else 0.0
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no order is faster."""
+        """Whether no order can be faster."""
         return self.bound >= self.seconds * (1 - ROUNDING)
 
 
 def find_order(jobs: Sequence[Job], max_states: int = DEFAULT_SEARCH_STATES) -> FoundOrder:
     """Return the issue order that ends first.
 
-    Exact for two jobs, unless more than *max_states* states would have to be visited; otherwise the best one that a
-    beam finds, with a bound.
+    The result is exact for two jobs, unless more than *max_states* states would have to be visited. Otherwise it is the
+    best order that a beam finds, with a bound.
     """
     bound = compute_bound(jobs)
     lattice = Lattice(jobs)
@@ -74,20 +74,20 @@ def find_order(jobs: Sequence[Job], max_states: int = DEFAULT_SEARCH_STATES) -> 
 
 
 def issue_early(jobs: Sequence[Job], order: Order) -> Order:
-    """Return *order* with ops of other lanes than `compute` issued as early as possible; each lane's order stays.
+    """Return *order* with ops of other lanes than `compute` issued as early as possible. Each lane's order stays.
 
-    It makes no difference to lanes that run in order, but to a host that computes and issues nothing meanwhile.
+    This makes no difference to lanes, which run in order. It helps a host that computes, and issues nothing meanwhile.
     """
     queues: dict[tuple[str, int], deque[Issue]] = {}
     for issue in order:
         for key in _list_queues(jobs, issue):
             queues.setdefault(key, deque()).append(issue)
-    lanes = sorted((key for key in queues if key[0] == "lane"), reverse=True)  # `compute`, which is 0, comes last
+    lanes = sorted((key for key in queues if key[0] == "lane"), reverse=True)  # `compute`, lane 0, comes last
     done = [0] * len(jobs)
     early: list[Issue] = []
     while len(early) < len(order):
         heads = (queues[lane][0] for lane in lanes if queues[lane])
-        issue = next(head for head in heads if _is_next(jobs, queues, head, done))  # as the next of *order* is
+        issue = next(head for head in heads if _is_next(jobs, queues, head, done))  # one exists: the next op of *order*
         for key in _list_queues(jobs, issue):
             queues[key].popleft()
         done[issue.micro_batch] += 1
@@ -122,7 +122,7 @@ def _choose_width(jobs: Sequence[Job], max_states: int) -> int:
 
 
 def _run_beam(lattice: Lattice, width: int) -> tuple[Order, float]:
-    """Return the best order found, and its end, with *width* states kept at each depth."""
+    """Return the best order found, and its end. The beam keeps *width* states at each depth."""
     point, state = lattice.start()
     level = [(point, state)]
     for _ in range(lattice.depth):
@@ -171,7 +171,7 @@ def _expand(
     starts: Sequence[float],
     front: dict[LatticePoint, list[LatticeState]],
 ) -> None:
-    """Add to *front* where the branches of a state lead."""
+    """Add the results of a state's branches to *front*."""
     for number in lattice.list_choices(point, state.times, starts):
         reached, child = lattice.issue(point, state, number, starts[number])
         if reached in front:
@@ -181,7 +181,7 @@ def _expand(
 
 
 def _keep(states: list[LatticeState], new: LatticeState) -> None:
-    """Add *new* unless another state dominates it; drop the states that it dominates."""
+    """Add *new* unless another state dominates it. Drop the states that it dominates."""
     times = new.times
     dominates = False
     for state in states:

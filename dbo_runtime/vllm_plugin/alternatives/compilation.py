@@ -1,10 +1,10 @@
-"""Compile functions of ops one by one, so that a split step loses less against an unsplit one that vLLM compiled.
+"""Compile the functions of ops one by one, so that a split step loses less to an unsplit step that vLLM compiled.
 
-vLLM compiles a model's forward as a whole, which a split step cannot use. Compiled here are parts of the same forward
-(norms, attention, a dense MLP), each separately, for any number of tokens, and without guards, as vLLM does it: a
-compiled function is never compiled again. So each call checks whether its arguments fit; otherwise the function runs
-eager. The attention kernel stays what it is in vLLM's graph: an opaque op that reads the forward context when it runs.
-A reduce is left out of the graph, as it is left out of the op.
+vLLM compiles a model's forward as a whole, which a split step cannot use. This module compiles parts of the same
+forward (norms, attention, a dense MLP) separately, for any number of tokens and, like vLLM, without guards: a compiled
+function is never compiled again. Each call therefore checks whether its arguments fit; if not, the function runs eager.
+The attention kernel stays an opaque op that reads the forward context when it runs, as in vLLM's graph. A reduce is
+left out of the graph, as it is left out of the op.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
 COMPILED_OPS = frozenset({"attn_norm", "attention", "mlp_norm", "mlp", "final_norm"})
-"""Ops by name, as `dbo_models.layers` declares them. No experts: their ops count layers in the forward context."""
+"""Names of ops, as declared by `dbo_models.layers`. No experts: they count layers in the forward context."""
 
 MIN_TOKENS = 2  # torch treats a size of 1 as a constant
-EXAMPLE_TOKENS = 61  # to compile with: a prime, which is no size of a model
-VERIFIED_TOKENS = (EXAMPLE_TOKENS, 16, MIN_TOKENS)  # with which a compiled function is compared with the eager one
+EXAMPLE_TOKENS = 61  # tokens to compile with: a prime, so that it equals no size of a model
+VERIFIED_TOKENS = (EXAMPLE_TOKENS, 16, MIN_TOKENS)  # token counts for comparing compiled and eager
 
 _EAGER = "ops of split steps run eager, though DBO_COMPILE=1"
 
 
 class CompiledFunction:
-    """An op's function, and its compiled form once there is one.
+    """An op's function, with its compiled form if there is one.
 
     Args:
         fn: the eager function.
-        max_tokens: for which the compiled form is used.
+        max_tokens: largest number of tokens for which the compiled form is used.
 
     Attributes:
         fn: the eager function.
@@ -69,7 +69,7 @@ class CompiledFunction:
         return self._compiled is not None
 
     def __call__(self, *given: torch.Tensor) -> Any:
-        """Run the compiled form if it fits the tensors ([tokens, hidden] or [..., tokens]), `fn` otherwise."""
+        """Run the compiled form if it fits the tensors ([tokens, hidden] or [..., tokens]), otherwise `fn`."""
         return self.fn(*given) if self._compiled is None or not self.fits(given) else self._compiled(*given)
 
     def fits(self, given: tuple[torch.Tensor, ...]) -> bool:
@@ -83,7 +83,7 @@ class CompiledFunction:
         )
 
     def use(self, compiled: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> None:
-        """Run *compiled* from now on, which was compiled with *given*, of `EXAMPLE_TOKENS` tokens."""
+        """Run *compiled* from now on. It was compiled with *given*, of `EXAMPLE_TOKENS` tokens."""
         self._compiled, self._signature = compiled, [(tensor.dtype, [*tensor.shape]) for tensor in given]
 
     def drop(self) -> None:
@@ -95,9 +95,9 @@ class OpCompiler:
     """Compiles the functions of a program's ops, before serving.
 
     Args:
-        vllm_config: of the model.
-        collectives: with which the program was recorded.
-        log: reports once how many ops are compiled, and why others are not.
+        vllm_config: vLLM's configuration of the model.
+        collectives: the collectives that the program was recorded with.
+        log: logger; reports once how many ops are compiled, and why others are not.
         group: vLLM's coordinator of all ranks that run the program together.
         add_inputs: `take_inputs` of an `InputAdapter`, applied to hidden states [tokens, hidden]; None without one.
     """
@@ -117,7 +117,7 @@ class OpCompiler:
         self._add_inputs = add_inputs
 
     def wrap(self, program: Program) -> Program:
-        """Return *program* with functions that `compile` can compile; unchanged if compilation is declined."""
+        """Return *program* with functions that `compile` can compile. Unchanged if compilation is declined."""
         decline = check_compilation(self._vllm_config, program)
         if decline is not None:
             self._log.warning(_EAGER, reason=str(decline))
@@ -128,10 +128,10 @@ class OpCompiler:
 
     @torch.inference_mode()
     def compile(self, program: Program) -> int:
-        """Compile the functions that `wrap` prepared; return their number. Takes seconds per layer. Collective.
+        """Compile the functions prepared by `wrap`; return how many were compiled. Takes seconds per layer. Collective.
 
-        A function that cannot be compiled on every rank, or then has other results, stays eager; the log has the first
-        reason. If anything else fails on any rank, all of them stay eager on all ranks.
+        A function stays eager if it cannot be compiled on every rank, or its results differ. The log has the first
+        reason. If anything else fails on any rank, all functions stay eager on all ranks.
         """
         functions = [op.fn for op in program.ops if isinstance(op.fn, CompiledFunction)]
         if not functions:
@@ -141,7 +141,7 @@ class OpCompiler:
             with self._work.guard():
                 for tokens in VERIFIED_TOKENS:
                     self._pass_through(program, tokens, reasons)
-                self._work.gather()  # an op may have failed elsewhere since the last meeting
+                self._work.gather()  # an op may have failed on another rank since the last meeting
         except DboError as error:
             for function in functions:
                 function.drop()
@@ -154,7 +154,7 @@ class OpCompiler:
         return done
 
     def _pass_through(self, program: Program, tokens: int, reasons: list[str]) -> None:
-        """Run a program with *tokens* random tokens; compile each function, and compare it with the eager one.
+        """Run a program with *tokens* random tokens. Compile each function, and compare it with the eager one.
 
         Ranks meet before each op, because it may communicate.
         """
@@ -175,12 +175,12 @@ class OpCompiler:
                 values.update(zip(op.writes, (result,) if len(op.writes) == 1 else result, strict=True))
 
     def _try(self, op: Op, action: Callable[[], None], reasons: list[str]) -> None:
-        """Do something with an op's function; let it run eager if that fails on any rank."""
+        """Apply *action* to an op's function. Run the function eager if that fails on any rank."""
         function: Any = op.fn
         problem = ""
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever torch raises, the eager function is right
+        except Exception as error:  # noqa: BLE001 - whatever torch raises, the eager function still works
             problem = f"{op.label}: {type(error).__name__}: {_get_first_line(error)}"
         problems = [problem for problem in self._work.gather(problem) if problem]
         if problems:
@@ -198,7 +198,7 @@ class OpCompiler:
         results, eager_results = function(*_copy(given)), function.fn(*_copy(given))
         for actual, expected in zip(_list(results), _list(eager_results), strict=True):
             if op.ordered and actual.shape == expected.shape and actual.dtype == expected.dtype:
-                continue  # its values mean nothing here
+                continue  # uninitialized values: attention is skipped here
             compare_results(op.label, actual, expected, "an op compiled and eager", "DBO_COMPILE=0 compiles none")
 
     def _compile(self, fn: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
@@ -226,7 +226,7 @@ class OpCompiler:
         return run
 
     def _make_inputs(self, program: Program, tokens: int) -> dict[str, torch.Tensor]:
-        """Return a program's inputs by name: hidden states, positions, and the tensors of the stage before."""
+        """Return a program's inputs by name: hidden states, positions, and the tensors of the previous stage."""
         config = self._vllm_config.model_config
         generator = torch.Generator().manual_seed(0)
         inputs = {
@@ -241,7 +241,7 @@ class OpCompiler:
 
 
 def check_compilation(vllm_config: VllmConfig, program: Program) -> Decline | None:
-    """Decline compilation unless vLLM compiles as well, and it has been measured there."""
+    """Decline compilation unless vLLM compiles, too, and the case has been measured."""
     if not get_platform().compiles_ops:
         return Decline("compilation is proven on CPU only")
     compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
@@ -263,7 +263,7 @@ def _get_first_line(error: Exception) -> str:
 
 
 def _copy(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.clone() for tensor in given)  # an op may overwrite what it reads
+    return tuple(tensor.clone() for tensor in given)  # an op may overwrite its arguments
 
 
 def _list(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

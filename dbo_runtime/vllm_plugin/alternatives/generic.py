@@ -1,10 +1,10 @@
-"""Split a model without an adapter: its own forward, stopped at each all-reduce. Experimental.
+"""Split a model without an adapter, by stopping its own forward at each all-reduce. Experimental.
 
 Each micro-batch runs the forward in a coroutine, on a separate stack within the calling thread. At each all-reduce the
-coroutine returns the tensor to be summed and stops; it resumes with the sum. So the forward becomes a program of parts
-and reduces like any other, with its waits, traces and costs. What an adapter knows and this cannot: where parts can be
-decomposed further, and whether modules keep state from one part to the next that another micro-batch overwrites.
-DBO_CHECK=1 finds that.
+coroutine stops and returns the tensor to be summed; it resumes with the sum. The forward thus becomes a program of
+parts and reduces like any other, with waits, traces and costs. Unlike an adapter, this module does not know how to
+decompose parts further, nor whether modules keep state from one part to the next that another micro-batch overwrites.
+DBO_CHECK=1 finds such state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.interfaces_base import VllmModel
 
-COUNTING_TOKENS = 2  # of the run in which all-reduces are counted
+COUNTING_TOKENS = 2  # tokens of the run that counts all-reduces
 OTHER_COLLECTIVES = (
     "all_gather",
     "all_gatherv",
@@ -49,8 +49,8 @@ class GenericAdapter:
 
     Args:
         group: vLLM's coordinator of the tensor parallel ranks.
-        vllm_config: of the engine.
-        stage: the pipeline stage that the model is.
+        vllm_config: vLLM's configuration of the engine.
+        stage: the pipeline stage served by the model.
     """
 
     takes_stages = True
@@ -73,12 +73,12 @@ class GenericAdapter:
     def record(
         self, p: ProgramBuilder, model: VllmModel, collectives: Collectives, x: Value, positions: Value
     ) -> Value:
-        """Declare one micro-batch: parts of the forward, and the reduces between them.
+        """Declare one micro-batch: parts of the forward, with reduces between them.
 
-        A part may change in place what it is given, as Granite scales its embedded tokens: a forward owns its inputs.
+        A part may change its inputs in place, as Granite scales its embedded tokens, because a forward owns its inputs.
 
         Raises:
-            DeclineError: if it sums nothing, or communicates otherwise as well.
+            DeclineError: the forward sums nothing, or uses other collectives, too.
         """
         if not collectives.reduces:
             raise DeclineError("not supported yet without an adapter: tokens that are dispatched to experts")
@@ -99,7 +99,7 @@ class GenericAdapter:
         return self._record_tail(p, x, coroutine, more)
 
     def _record_tail(self, p: ProgramBuilder, x: Value, coroutine: Value, more: Sequence[str]) -> Value:
-        """Declare the end of the forward, which gives hidden states, or the tensors for the next stage."""
+        """Declare the end of the forward, which returns hidden states, or the tensors for the next stage."""
         if self._stage.is_last:
             hidden: Value = p.compute("tail", _finish, x, coroutine, ordered=True, overwrites=(x,))
             return hidden
@@ -125,12 +125,12 @@ class GenericAdapter:
         )
         with _replace_collectives(self._group) as reduces, torch.inference_mode(), context:
             embedded = _embed(model, COUNTING_TOKENS, weight.device) if received is None else None
-            reduces.clear()  # of the embedding, which is outside of the program
+            reduces.clear()  # drops reduces of the embedding, which is outside the program
             try:
                 model.forward(None, positions, received, embedded)
             except DeclineError:
                 raise
-            except Exception as error:  # this forward is not known; whatever it raises, it is left unsplit
+            except Exception as error:  # the forward is unknown code; whatever it raises, leave it unsplit
                 detail = f"{COUNTING_TOKENS} tokens: {error!r}"
                 raise DeclineError(_name_failure(model, positions, received), detail) from error
         if not reduces:
@@ -141,12 +141,12 @@ class GenericAdapter:
 class Coroutine:
     """One run of a forward, stopped at each all-reduce.
 
-    It is a greenlet: a separate stack in the calling thread, so that thread-local state (inference mode, current
-    stream, OpenMP's pool) stays the same, which in a separate thread it would not.
+    It is a greenlet, that is, a separate stack in the calling thread. Thread-local state (inference mode, current
+    stream, OpenMP's pool) therefore stays the same, as it would not in a separate thread.
 
     Args:
-        group: whose `all_reduce` it stops at.
-        forward: what it runs.
+        group: vLLM's coordinator whose `all_reduce` stops the forward.
+        forward: the function to run.
     """
 
     def __init__(self, group: GroupCoordinator, forward: Callable[..., Any]) -> None:
@@ -156,7 +156,7 @@ class Coroutine:
         self._greenlet = greenlet(forward)
 
     def resume(self, *given: Any) -> Any:
-        """Resume with *given* (first the forward's arguments, later a sum); return the tensor to be summed next.
+        """Resume with *given* (first the forward's arguments, later a sum). Return the next tensor to be summed.
 
         At the end, return the forward's result.
         """
@@ -172,7 +172,7 @@ class Coroutine:
         return bool(self._greenlet.dead)
 
     def _stop(self, partial: torch.Tensor) -> Any:
-        own = partial.clone()  # it is summed in place, and the forward may still read it
+        own = partial.clone()  # summed in place, and the forward may still read the original
         return self._greenlet.parent.switch(own)
 
 
@@ -183,7 +183,7 @@ def _start(
     positions: torch.Tensor,
     *more: torch.Tensor,
 ) -> tuple[torch.Tensor, Coroutine]:
-    """Start a forward with embedded tokens, or, with *names*, with hidden states and more of the stage before."""
+    """Start a forward with embedded tokens, or, if *names* is set, with the previous stage's tensors."""
     coroutine = make_coroutine()
     if names is None:
         first = coroutine.resume(None, positions, None, x)
@@ -220,32 +220,32 @@ def _embed(model: VllmModel, tokens: int, device: torch.device) -> torch.Tensor:
     """Return some embedded tokens [tokens, hidden].
 
     Raises:
-        DeclineError: if the model has the method, but only its forward can embed (Exaone in vLLM 0.30).
+        DeclineError: the model has the method, but only its forward can embed (Exaone in vLLM 0.30).
     """
     try:
         embedded: torch.Tensor = model.embed_input_ids(torch.zeros(tokens, dtype=torch.int64, device=device))
-    except Exception as error:  # the method is vLLM's, and whatever it raises, the model is left unsplit
+    except Exception as error:  # vLLM's method may raise anything; leave the model unsplit
         raise DeclineError("it does not embed tokens outside its forward", repr(error)) from error
     return embedded
 
 
 def _name_failure(model: VllmModel, positions: torch.Tensor, received: IntermediateTensors | None) -> str:
-    """Return why a forward fails without token ids: it may be one that reads them besides, as BERT's does."""
+    """Return why a forward fails without token ids. It may read them in addition to embeddings, as BERT's does."""
     try:
         model.forward(torch.zeros_like(positions), positions, received, None)
-    except Exception:  # noqa: BLE001 - as above
+    except Exception:  # noqa: BLE001 - any error means the same
         return "its forward fails with a few tokens"
     return "its forward reads token ids, not embedded tokens alone"
 
 
 def _count_per_layer(count: int, layers: int) -> int:
-    """Return the number of all-reduces per layer; if it is not an integer, that of all layers."""
+    """Return the number of all-reduces per layer, or of all layers together if it is not a whole number per layer."""
     return count // layers if count % layers == 0 else count
 
 
 @contextmanager
 def _replace_collectives(group: GroupCoordinator) -> Iterator[list[torch.Size]]:
-    """Within the context, let a group communicate nothing; yield the shapes of the tensors to be summed."""
+    """In this context a group communicates nothing; yield the shapes of the tensors to be summed."""
     shapes: list[torch.Size] = []
 
     def keep(part: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Every name of vLLM's that depends on its version, and plain constants that need no vLLM."""
+"""All vLLM names that depend on its version, and plain constants that need no vLLM."""

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 def name_backends(vllm_config: VllmConfig) -> set[str]:
-    """Return the names of the backends that a model's layers have, such as FLASH_ATTN.
+    """Return the names of the attention backends of a model's layers, such as FLASH_ATTN.
 
-    Before the model is loaded, that is the one that was asked for; none, where vLLM is to choose.
+    Before the model is loaded, this is the backend requested by the user; empty if vLLM is to choose.
     """
     layers = vllm_config.compilation_config.static_forward_context.values()
     found = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}

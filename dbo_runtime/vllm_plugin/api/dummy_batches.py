@@ -1,4 +1,4 @@
-"""Dummy batches of vLLM's model runner: how large they may be, and how one is run. Read against 0.23.0 to 0.33.0."""
+"""Dummy batches of vLLM's model runner: their limits, and how to run one. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-MAX_SAVED_BYTES = 1 << 28  # of states while a dummy batch runs: more than caches of chips hold
+MAX_SAVED_BYTES = 1 << 28  # limit for states saved around a dummy batch; larger than any chip's caches
 
 
 class Limits(NamedTuple):
-    """How large a batch may be: new tokens, tokens of one request, requests, and blocks of the KV cache."""
+    """The limits of a batch: new tokens, tokens of one request, requests, and blocks of the KV cache."""
 
     tokens: int
     length: int
@@ -33,7 +33,7 @@ def get_limits(runner: GPUModelRunner) -> Limits:
     """Return the limits of a model runner's dummy batches.
 
     Raises:
-        DeclineError: if it is not the model runner whose dummy batches are known.
+        DeclineError: this is not the model runner whose dummy batches are known.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -43,18 +43,18 @@ def get_limits(runner: GPUModelRunner) -> Limits:
         runner.max_num_tokens,
         runner.max_model_len,
         runner.scheduler_config.max_num_seqs,
-        runner.kv_cache_config.num_blocks - 1,  # without block 0, which stands for none
+        runner.kv_cache_config.num_blocks - 1,  # without block 0, which means "no block"
         min(_get_block_size(table) for table in runner.input_batch.block_table.block_tables),
     )
 
 
 def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) -> None:
-    """Run the model on a dummy batch of vLLM: equal requests with *tokens* new tokens after *context* cached ones.
+    """Run the model on a dummy batch: equal requests with *tokens* new tokens each, after *context* cached tokens.
 
-    Nothing that requests are served from is changed: vLLM's dummy batches have no slots to write keys to, and states,
-    which they would move on, are saved and restored. By themselves all their requests read one block, which is faster
-    than blocks of their own and looks as if they shared a prefix; so each is given its own for the time of the run. As
-    a decode of that many tokens, because only of these does vLLM let its caller choose the length.
+    The data of served requests stay unchanged. vLLM's dummy batches have no slots to write keys to. They would advance
+    states, so states are saved and restored. By default all dummy requests read one block, which is faster than
+    separate blocks and looks like a shared prefix, so each request gets its own blocks during the run. The batch runs
+    as a decode of *tokens* tokens, because vLLM lets its caller choose the length only for decodes.
     """
     from vllm.config import CUDAGraphMode
 
@@ -92,19 +92,19 @@ def run_dummy(runner: GPUModelRunner, requests: int, tokens: int, context: int) 
 
 
 def _choose_saved(caches: Sequence[torch.Tensor], blocks: int) -> int:
-    """Return how many of the *blocks* that dummy requests want to save: as many as fit, and at least one.
+    """Return how many of the *blocks* for dummy requests to save: as many as fit, and at least one.
 
-    The others take these in turn: what they compute means nothing.
+    The other requests reuse these blocks in turn, because their results do not matter.
     """
     block_bytes = sum(cache[0].numel() * cache.element_size() for cache in caches)
     return max(1, min(blocks, MAX_SAVED_BYTES // max(1, block_bytes)))
 
 
 def run_without_attention(runner: GPUModelRunner, tokens: int) -> None:
-    """Run the model on a dummy batch of *tokens* tokens, as vLLM does to profile memory: attention gives nothing."""
+    """Run the model on a dummy batch of *tokens* tokens without attention, as vLLM does to profile memory."""
     runner._dummy_run(tokens, skip_eplb=True)
 
 
 def _get_block_size(table: BlockTable) -> int:
-    """Return the tokens of a block of the KV cache, which up to vLLM 0.30 is one or more blocks of the kernel."""
+    """Return the tokens per block of the KV cache. Up to vLLM 0.30 a block is one or more blocks of the kernel."""
     return int(table.block_size * getattr(table, "blocks_per_kv_block", 1))

@@ -1,4 +1,4 @@
-"""Features of vLLM that are switched on in different places in its versions. Read against vLLM 0.23.0 to 0.33.0."""
+"""Features that different vLLM versions switch on in different places. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ if TYPE_CHECKING:
 
 
 def returns_routed_experts(vllm_config: VllmConfig) -> bool:
-    """Return whether requests get the experts that were chosen for them: since vLLM 0.32 an auxiliary output."""
+    """Return whether requests get the experts chosen for them. Since vLLM 0.32 these are an auxiliary output."""
     owner = getattr(vllm_config, "aux_output_config", vllm_config.model_config)
     return bool(owner.enable_return_routed_experts)
 
 
 def uses_second_runner(vllm_config: VllmConfig) -> bool:
-    """Return whether steps are those of vLLM's second model runner (V2), which makes its own batches and metadata."""
+    """Return whether steps run in vLLM's second model runner (V2), which makes its own batches and metadata."""
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
 def may_diverge(vllm_config: VllmConfig) -> bool:
-    """Return whether rounding alone may lead a step elsewhere: where types are coarse, to other experts or keys."""
+    """Return whether rounding alone may change a step's choice of experts or keys, as it may with coarse types."""
     return bool(vllm_config.model_config.dtype != torch.float32)
 
 
 def scatters_residuals(vllm_config: VllmConfig) -> bool:
-    """Return whether stages of a pipeline send residuals whose rows are spread over ranks.
+    """Return whether pipeline stages send residuals whose rows are spread over ranks.
 
-    Only compiled steps make them, by a pass that vLLM has before 0.32 (`is_residual_scattered_for_sp` in its
+    Only compiled steps make such residuals, by a pass in vLLM before 0.32 (`is_residual_scattered_for_sp` in its
     v1/worker/utils.py).
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size

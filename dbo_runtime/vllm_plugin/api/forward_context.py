@@ -1,4 +1,4 @@
-"""vLLM's forward context: made current, copied, and sliced by token. Read against vLLM 0.23.0 to 0.33.0."""
+"""vLLM's forward context: set, copied, and sliced by token. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
 
-NO_SLOT = -1  # of padding: nothing is cached
+NO_SLOT = -1  # slot of padding, which is not cached
 
 
 def enter_context(context: ForwardContext) -> None:
@@ -31,7 +31,7 @@ def get_current() -> ForwardContext:
 
 
 def copy_unsplit(context: ForwardContext) -> ForwardContext:
-    """Return a copy for the same tokens, in which layers do not call what vLLM has compiled."""
+    """Return a copy for the same tokens, in which layers call no compiled code of vLLM."""
     own = copy.copy(context)
     own.skip_compiled = True
     return own
@@ -43,17 +43,17 @@ def slice_context(
     metadata: Mapping[str, AttentionMetadata] | None,
     sizes: Sequence[int] = (),
 ) -> ForwardContext:
-    """Return the forward context of a slice, which keeps what a platform has added to the step's.
+    """Return the forward context of a slice. It keeps data that a platform has added to the step's context.
 
     Args:
-        context: of the step.
+        context: the step's forward context.
         piece: the slice.
-        metadata: attention metadata of the slice by layer; None for a dummy batch.
-        sizes: tokens of every data parallel rank in this micro-batch; none without data parallel.
+        metadata: the slice's attention metadata by layer; None for a dummy batch.
+        sizes: tokens of every data parallel rank in this micro-batch; empty without data parallelism.
     """
     part = copy_unsplit(context)
     part.attn_metadata = metadata
-    if context.dp_metadata is not None:  # with sequence-parallel MoE, vllm-ascend has it for a single rank as well
+    if context.dp_metadata is not None:  # vllm-ascend with sequence parallel MoE sets it for a single rank, too
         counts = torch.tensor(sizes or (piece.size,), dtype=torch.int32)
         part.dp_metadata = replace(context.dp_metadata, num_tokens_across_dp_cpu=counts, local_sizes=None)
     part.slot_mapping = {
@@ -65,24 +65,27 @@ def slice_context(
         part.is_padding = take_tokens(padding, piece, True)
     part.additional_kwargs = dict(context.additional_kwargs)
     part.ubatch_slices, part.batch_descriptor = None, None
-    part.moe_layer_index = 0  # some builds count MoE layers through it
+    part.moe_layer_index = 0  # some builds count MoE layers with it
     return part
 
 
 def take_tokens(values: torch.Tensor, piece: BatchSlice, of_padding: int | bool) -> torch.Tensor:
-    """Return what *values* [tokens] has for the tokens of a slice; *of_padding* if it is past the end of the step."""
+    """Return the *values* [tokens] for the tokens of a slice, and *of_padding* for tokens past the end of the step."""
     if piece.first_token < values.shape[0]:
         return values[piece.tokens]
     return values.new_full((piece.size,), of_padding)
 
 
 def guard_context(context: ForwardContext, check: Callable[[str], None]) -> ForwardContext:
-    """Return a copy that calls *check* with the name of each attribute before it is read; it raises what must not be.
+    """Return a copy that calls *check* with each attribute's name before it is read.
 
-    Only ops on `compute` may read the forward context: on other lanes it may be another micro-batch's by then.
+    *check* raises for forbidden reads.
+
+    Only ops on `compute` may read the forward context. While ops on other lanes run, another micro-batch's may be
+    current.
     """
 
-    class GuardedContext(type(context)):  # type: ignore[misc]  # its class is vLLM's, or what a platform has made of it
+    class GuardedContext(type(context)):  # type: ignore[misc]  # its class is vLLM's, or a platform's subclass
         def __getattribute__(self, name: str) -> Any:
             if not name.startswith("__"):
                 check(name)
@@ -94,21 +97,21 @@ def guard_context(context: ForwardContext, check: Callable[[str], None]) -> Forw
 
 
 def get_padding(context: ForwardContext) -> torch.Tensor | None:
-    """Return which tokens are padding [tokens]; None if that is not said. vLLM 0.23 has no such field."""
+    """Return a mask of padding tokens [tokens]; None if unknown. vLLM 0.23 has no such field."""
     return getattr(context, "is_padding", None)
 
 
 def has_metadata() -> bool:
-    """Return whether the current forward context has attention metadata: a profiling run has none."""
+    """Return whether the current forward context has attention metadata. In a profiling run it has none."""
     return bool(forward_context.get_forward_context().attn_metadata)
 
 
 def get_rank_sizes(own: int) -> tuple[int, ...]:
-    """Return the tokens of every data parallel rank in the current micro-batch: *own* without data parallel."""
+    """Return the tokens of every data parallel rank in the current micro-batch; only *own* without data parallelism."""
     metadata = forward_context.get_forward_context().dp_metadata
     return (own,) if metadata is None else tuple(metadata.num_tokens_across_dp_cpu.tolist())
 
 
 def get_data(context: ForwardContext) -> dict[str, Any]:
-    """Return everything that a forward context holds, by name, with what a platform has added."""
+    """Return all data of a forward context by name, including data added by a platform."""
     return {**vars(context), **context.additional_kwargs}

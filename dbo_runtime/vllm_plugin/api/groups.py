@@ -1,4 +1,4 @@
-"""vLLM's groups of ranks, and the hosts they are on. Read against vLLM 0.23.0 to 0.33.0."""
+"""vLLM's groups of ranks, and their hosts. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 
 class Groups(NamedTuple):
-    """vLLM's coordinators of the ranks that communicate in a step of one model.
+    """vLLM's coordinators for the ranks that communicate in a step of one model.
 
     Attributes:
-        tensor_parallel: the ranks that all-reduce.
-        data_parallel: those between which tokens are dispatched to experts; None where tokens stay on their rank.
-        all_ranks: all of them. Not vLLM's world, which independent replicas may share.
+        tensor_parallel: coordinator of the ranks that all-reduce.
+        data_parallel: coordinator of the ranks that dispatch tokens to experts; None if tokens stay on their rank.
+        all_ranks: coordinator of all ranks of the model. vLLM's world is not used, because independent replicas may
+            share it.
     """
 
     tensor_parallel: GroupCoordinator
@@ -35,10 +36,10 @@ def get_groups(vllm_config: VllmConfig) -> Groups:
 
 
 def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
-    """Return whether each tensor parallel rank dispatches a chunk of the tokens that all of them have.
+    """Return whether each tensor parallel rank dispatches a chunk of the tokens that all of them hold.
 
-    They do by all-to-all (*dispatch*) and in fused kernels, else each token would be sent by each of them; and where
-    vLLM's MoE is sequence parallel.
+    They do with all-to-all (*dispatch*) and with fused kernels, because otherwise each of them would send every token.
+    They also do where vLLM's MoE is sequence parallel.
     """
     parallel = vllm_config.parallel_config
     if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1):
@@ -47,8 +48,8 @@ def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
 
 
 def make_sibling(group: GroupCoordinator, name: str) -> dist.ProcessGroup:
-    """Make another communicator of a group's ranks. Collective over all ranks."""
-    backend = getattr(group, "backend", None)  # where vllm-ascend 0.23's coordinators keep it
+    """Make another communicator for a group's ranks. Collective over all ranks."""
+    backend = getattr(group, "backend", None)  # where coordinators of vllm-ascend 0.23 keep it
     if backend is not None and not hasattr(group, "torch_distributed_backend"):
         group.torch_distributed_backend = backend
     sibling: dist.ProcessGroup = group.make_sibling_device_group(name)
@@ -56,21 +57,21 @@ def make_sibling(group: GroupCoordinator, name: str) -> dist.ProcessGroup:
 
 
 def get_pipeline_group() -> GroupCoordinator:
-    """Return the group of the stages of this rank's pipeline; of one rank without a pipeline."""
+    """Return the group of this rank's pipeline stages; a group of one rank without a pipeline."""
     from vllm.distributed.parallel_state import get_pp_group
 
     return get_pp_group()
 
 
 def get_stage_layers(vllm_config: VllmConfig, stage: int, stages: int) -> range:
-    """Return the layers on a stage of a pipeline of so many stages."""
+    """Return the layers on stage number *stage* of a pipeline with this many stages."""
     from vllm.distributed.utils import get_pp_indices
 
     return range(*get_pp_indices(vllm_config.model_config.get_total_num_hidden_layers(), stage, stages))
 
 
 def get_host() -> str:
-    """Return name and address of this host, by which ranks see whether they share it."""
+    """Return the name and address of this host. Ranks compare them to see whether they share a host."""
     from vllm.utils.network_utils import get_ip
 
     return f"{socket.gethostname()} {get_ip()}"

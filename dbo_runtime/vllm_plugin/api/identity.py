@@ -1,4 +1,4 @@
-"""What identifies a served model and its device, as vLLM names it."""
+"""The identity of a served model and its device, in vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def get_device_type() -> str:
 
 
 def describe_model(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what of a model its costs depend on. Two with the same shapes cost alike."""
+    """Return the properties of a model that its costs depend on. Models with the same shapes cost the same."""
     config = vllm_config.model_config
     text = config.hf_text_config
     shapes = ("hidden_size", "num_hidden_layers", "n_routed_experts", "moe_intermediate_size", "intermediate_size")
@@ -29,9 +29,9 @@ def describe_model(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def list_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:
-    """Return over how many ranks a model is spread in each way, by the names of vLLM's options; experts over as many.
+    """Return the number of ranks that each kind of parallelism uses, by the names of vLLM's options.
 
-    `expert` is 1 where experts are not spread over ranks.
+    `expert` is the number of ranks that experts are spread over, or 1 if they are not.
     """
     parallel = vllm_config.parallel_config
     tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
@@ -45,7 +45,7 @@ def list_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:
 
 
 def describe_parallel(vllm_config: VllmConfig, hosts: int) -> dict[str, int]:
-    """Return over how many ranks and hosts a model is spread."""
+    """Return the numbers of ranks and hosts that a model is spread over."""
     parallel = vllm_config.parallel_config
     return {
         "tensor": parallel.tensor_parallel_size,

@@ -1,14 +1,14 @@
-"""What is known and proven: plain constants, which the doctor reads without vLLM and without torch."""
+"""What is supported and proven: plain constants, which the doctor reads without vLLM and torch."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 TESTED_VLLM_VERSIONS = ((0, 30), (0, 32))
-"""Releases of vLLM on which all suites of `make test-compat` passed, or of `make test`; see compat/results.json."""
+"""vLLM releases that passed all suites of `make test-compat`, or of `make test`; see compat/results.json."""
 
 VLLM_WINDOW = ((0, 23), (0, 34))
-"""The first release of vLLM that is split, and the first after it that is not; so is the extra `vllm`."""
+"""The first vLLM release whose steps are split, and the first one after the window. The extra `vllm` is the same."""
 
 HYBRID_MODELS = (
     "Qwen3NextForCausalLM",
@@ -17,10 +17,10 @@ HYBRID_MODELS = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
-"""Models with linear attention of which split steps have been compared with unsplit ones."""
+"""Models with linear attention whose split steps have been compared with unsplit ones."""
 
 SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Models with sparse attention of which they have been."""
+"""Models with sparse attention whose split steps have been compared with unsplit ones."""
 
 ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
@@ -45,17 +45,17 @@ ASCEND_MODELS = (
     *HYBRID_MODELS,
     *SPARSE_MODELS,
 )
-"""Models of which split steps have been compared with unsplit ones on vllm-ascend."""
+"""Models whose split steps have been compared with unsplit ones on vllm-ascend."""
 
 
 class Proven(NamedTuple):
-    """With what split steps have been compared with unsplit ones on a release of vllm-ascend.
+    """Configurations of a vllm-ascend release whose split steps have been compared with unsplit ones.
 
     Attributes:
         models: architectures.
-        quantizations: of weights and indexers, as ModelSlim names them, and of caches.
-        drafters: methods of speculative decoding; `suffix` drafts on the host, as `ngram` does.
-        encoders: classes of vision encoders.
+        quantizations: quantizations of weights and indexers, in ModelSlim's names, and of caches.
+        drafters: methods of speculative decoding. `suffix` drafts on the host, as `ngram` does.
+        encoders: class names of vision encoders.
     """
 
     models: tuple[str, ...]
@@ -65,7 +65,7 @@ class Proven(NamedTuple):
 
 
 LATEST_ASCEND = "0.30.0rc2"
-"""The release of vllm-ascend that most was compared with, and by which others are judged under DBO_CHECK=1."""
+"""The vllm-ascend release with most comparisons. Other releases are judged by it under DBO_CHECK=1."""
 
 PROVEN_ON_ASCEND = {
     LATEST_ASCEND: Proven(
@@ -83,13 +83,13 @@ PROVEN_ON_ASCEND = {
     ),
     "0.23.0.post1": Proven(("DeepseekV3ForCausalLM",)),
 }
-"""By release of vllm-ascend; with others, steps are split under DBO_CHECK=1 only."""
+"""Proven configurations by vllm-ascend release. With other releases, steps are split only under DBO_CHECK=1."""
 
 MODEL_REGISTRY = "model_executor/models/registry.py"
-"""The file of vLLM's package that names the architectures it serves, each in quotation marks."""
+"""The file in vLLM's package that lists the architectures it serves, each in quotation marks."""
 
 MOE_METHODS = ("UnquantizedFusedMoEMethod",)
-"""Classes of vLLM's that apply the weights of experts by calling the kernel, and do nothing else."""
+"""vLLM classes that apply the weights of experts by calling the kernel, and do nothing else."""
 
 REDUCING_NORMS = ("MiniMaxText01RMSNormTP",)
-"""Classes of vLLM's norms of values that are divided over tensor parallel ranks: they all-reduce sums of squares."""
+"""vLLM's norm classes for values divided over tensor parallel ranks. They all-reduce sums of squares."""

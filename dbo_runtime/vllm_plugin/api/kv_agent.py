@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def read_transfer_config(vllm_config: VllmConfig) -> Mapping[str, Any]:
-    """Return the connector's options as `--kv-transfer-config` takes them; none without a connector."""
+    """Return the connector's options in the form of `--kv-transfer-config`; empty without a connector."""
     config = vllm_config.kv_transfer_config
     return {} if config is None else vars(config)
 
 
 def get_agent() -> KVConnectorBase_V1 | None:
-    """Return this rank's connector, if it has one and a step is bound to it: only then are its hooks called."""
+    """Return this rank's connector; None without one, or if no step is bound to it: its hooks are then not called."""
     agent = kv_transfer_state._KV_CONNECTOR_AGENT
     return agent if agent is not None and agent.has_connector_metadata() else None
 
 
 def accept_agent(kind: type) -> None:
-    """Let vLLM take instances of *kind* for connectors."""
+    """Make vLLM accept instances of *kind* as connectors."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
     KVConnectorBase_V1.register(kind)
@@ -34,7 +34,7 @@ def accept_agent(kind: type) -> None:
 
 @contextmanager
 def replace_agent(agent: object | None) -> Iterator[None]:
-    """Let attention layers call *agent* instead of this rank's connector; None lets them call nothing."""
+    """Make attention layers call *agent* instead of this rank's connector, or call nothing if it is None."""
     own = kv_transfer_state._KV_CONNECTOR_AGENT
     kv_transfer_state._KV_CONNECTOR_AGENT = agent
     try:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class SavedRows:
-    """Rows of caches, and what they held when this was made.
+    """Rows of caches, with a copy of their contents.
 
     Args:
         caches: each [blocks, ...].
-        rows: the numbers of blocks [rows], on the caches' device.
+        rows: indices of blocks [rows], on the caches' device.
     """
 
     def __init__(self, caches: Iterable[torch.Tensor], rows: torch.Tensor) -> None:
@@ -24,27 +24,27 @@ class SavedRows:
         self._held = [(cache, cache[rows]) for cache in caches]
 
     def restore(self) -> None:
-        """Let the rows hold that again."""
+        """Write the saved contents back."""
         for cache, held in self._held:
             cache[self._rows] = held
 
 
 def changes_in_place(spec: KVCacheSpec) -> bool:
-    """Return whether a step reads what a cache holds and overwrites it: states, and rings of the latest tokens.
+    """Return whether a step reads a cache's contents and overwrites them: states, and rings of the latest tokens.
 
-    All other caches are written by slot, each token in a place of its own. vLLM does not share the blocks of rings as
-    prefixes, which `prefix_cacheable` says since 0.30; versions before have states only.
+    All other caches are written by slot, with a separate place per token. vLLM does not share blocks of rings as
+    prefixes. Since 0.30 `prefix_cacheable` says so; earlier versions have only states.
     """
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    own = getattr(spec, "kv_cache_specs", None)  # of each layer, where they differ in size only
+    own = getattr(spec, "kv_cache_specs", None)  # one per layer, if they differ only in size
     if own is not None:
         return any(map(changes_in_place, own.values()))
     return isinstance(spec, MambaSpec) or not getattr(spec, "prefix_cacheable", True)
 
 
 def list_caches(layers: Mapping[str, Any], names: Iterable[str]) -> list[torch.Tensor]:
-    """Return the tensors of the caches of some layers, by name [blocks, ...]: one a layer, or several."""
+    """Return the cache tensors of some layers [blocks, ...]; a layer may have several."""
     caches: list[torch.Tensor] = []
     for name in names:
         held = layers[name].kv_cache

@@ -1,8 +1,8 @@
-"""KV connectors that are known, by what their layer hooks do: plain data, which needs neither vLLM nor torch.
+"""Known KV connectors, and what their layer hooks do: plain data that needs neither vLLM nor torch.
 
-In each attention layer vLLM calls two hooks of the connector: `wait_for_layer_load` before, `save_kv_layer` after
-(`maybe_transfer_kv_layer`). Names are those under which connectors are registered; every hook was read in vLLM 0.30.0
-and vllm-ascend 0.30.0rc2.
+In each attention layer vLLM calls two hooks of the connector: `wait_for_layer_load` before and `save_kv_layer` after
+attention (`maybe_transfer_kv_layer`). Names are those that connectors are registered under. Every hook was read in vLLM
+0.30.0 and vllm-ascend 0.30.0rc2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IDLE_HOOKS: Mapping[str, str] = MappingProxyType(
         "MooncakeConnectorStoreV1": "blocks are stored in `wait_for_save`, without `use_layerwise`",
     }
 )
-"""Connectors whose layer hooks do nothing -> when KV is transferred instead, outside the forward."""
+"""Connectors whose layer hooks do nothing -> the moment outside the forward when they transfer KV instead."""
 
 WORKING_HOOKS: Mapping[str, str] = MappingProxyType(
     {
@@ -52,27 +52,27 @@ WORKING_HOOKS: Mapping[str, str] = MappingProxyType(
         "PreemptOffloadConnector": "waits for its loads at the first call",
     }
 )
-"""Connectors whose layer hooks do something -> what. They get the calls of an unsplit step, in the same order."""
+"""Connectors whose layer hooks do something -> their effect. They get an unsplit step's calls, in the same order."""
 
 COMPOSITE = "MultiConnector"
-"""The connector that passes everything on to those in its `connectors`."""
+"""The connector that forwards everything to those in its `connectors`."""
 
 LAYERWISE = "use_layerwise"
-"""The option by which AscendStoreConnector uses its layer hooks."""
+"""The option that makes AscendStoreConnector use its layer hooks."""
 
 EXTRA = "kv_connector_extra_config"
-"""The option that holds a connector's own."""
+"""The key that holds a connector's own options."""
 
 KNOWN_MODULES = ("vllm.", "vllm_ascend.")
-"""Where a class with a known name is the known one; another `kv_connector_module_path` is not."""
+"""Module prefixes of known connectors. A connector with a known name but another module path is not known."""
 
 
 def check_connectors(transfer: Mapping[str, Any], declared: Collection[str] = ()) -> Decline | None:
     """Return why steps are not split with these connectors, or None.
 
     Args:
-        transfer: of `--kv-transfer-config`.
-        declared: names of further connectors that a user has declared (`DBO_KV_CONNECTORS`).
+        transfer: content of `--kv-transfer-config`.
+        declared: names of further connectors declared by the user (`DBO_KV_CONNECTORS`).
     """
     for name, options in list_connectors(transfer):
         if name not in declared and not (_is_ours(options) and (name in IDLE_HOOKS or name in WORKING_HOOKS)):
@@ -82,7 +82,7 @@ def check_connectors(transfer: Mapping[str, Any], declared: Collection[str] = ()
 
 
 def has_layer_hooks(transfer: Mapping[str, Any]) -> bool:
-    """Return whether the layer hooks of one of these connectors do something, as far as is known."""
+    """Return whether the layer hooks of one of these connectors do something, as far as known."""
     return any(
         name not in IDLE_HOOKS or not _is_ours(options) or bool((options.get(EXTRA) or {}).get(LAYERWISE))
         for name, options in list_connectors(transfer)
@@ -90,7 +90,7 @@ def has_layer_hooks(transfer: Mapping[str, Any]) -> bool:
 
 
 def list_connectors(transfer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield name and options of each connector; of a composite one, those of its children."""
+    """Yield each connector's name and options; for a composite connector, those of its children."""
     name = transfer.get("kv_connector")
     if name == COMPOSITE and _is_ours(transfer):
         for child in (transfer.get(EXTRA) or {}).get("connectors", ()):

@@ -1,7 +1,7 @@
-"""vLLM's latent attention (MLA), decomposed between its queries and its keys, which vLLM runs in one call.
+"""vLLM's latent attention (MLA), decomposed into queries and keys. vLLM runs both in one call.
 
-Follows vllm/model_executor/layers/mla.py and .../attention/mla_attention.py of vLLM 0.23.0 to 0.33.0. There, an op
-that writes the cache reads slots from the current forward context; here, the slots are a value of a micro-batch.
+Follows vllm/model_executor/layers/mla.py and .../attention/mla_attention.py of vLLM 0.23.0 to 0.33.0. There, the op
+that writes the cache reads slots from the current forward context. Here, the slots are a value of the micro-batch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 KNOWN_MODULES = ("MultiHeadLatentAttentionWrapper",)
-SINGLE, PAIRED = "RotaryEmbedding", "DeepseekScalingRotaryEmbedding"  # the second takes keys with the queries
+SINGLE, PAIRED = "RotaryEmbedding", "DeepseekScalingRotaryEmbedding"  # the second rotates keys with the queries
 
 
 def get_latent_module(attention: torch.nn.Module) -> MultiHeadLatentAttentionWrapper | None:
-    """Return the module of latent attention that a decoder's attention holds, or None if it is of another kind."""
+    """Return the latent attention module inside a decoder's attention, or None if it is another kind of attention."""
     module = getattr(attention, "mla_attn", None)
     return module if hasattr(module, "mla_attn") or hasattr(module, "kv_lora_rank") else None
 
@@ -36,7 +36,7 @@ def check_attention(module: MultiHeadLatentAttentionWrapper) -> Decline | None:
     if rotary not in (SINGLE, PAIRED):
         return Decline("the rotary embedding is not known to rotate queries without keys", rotary)
     layer = module.mla_attn
-    # vLLM 0.23 has none of what has a default here, 0.28 neither `fuse_qkv_rmsnorm` nor a hierarchical cache.
+    # vLLM 0.23 lacks all attributes that have a default here; 0.28 lacks `fuse_qkv_rmsnorm` and a hierarchical cache.
     is_context_parallel = getattr(module, "dcp_q_replicate", False) or getattr(layer, "use_pcp", False)
     checks = (
         (getattr(module.rotary_emb, "use_flashinfer", False), "one kernel rotates queries and keys"),
@@ -50,7 +50,7 @@ def check_attention(module: MultiHeadLatentAttentionWrapper) -> Decline | None:
 
 
 class SplitLatentAttention:
-    """One layer's latent attention in parts; see `dbo_runtime.adapters.contract.LatentAttention`."""
+    """One layer's latent attention, decomposed; see `dbo_runtime.adapters.contract.LatentAttention`."""
 
     def __init__(self, module: MultiHeadLatentAttentionWrapper) -> None:
         self.has_latent = module.q_lora_rank is not None
@@ -58,7 +58,7 @@ class SplitLatentAttention:
         self._layer = module.mla_attn
 
     def get_slots(self) -> torch.Tensor | None:
-        """Return the slots of the cache that this micro-batch's tokens take [tokens]; None in a profiling run."""
+        """Return the cache slots of this micro-batch's tokens [tokens]; None in a profiling run."""
         slots: torch.Tensor | None = get_attention_context(self._layer.layer_name)[3]
         return slots
 
@@ -70,9 +70,9 @@ class SplitLatentAttention:
     def write_keys(
         self, latent: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize and rotate keys, and write them to the cache -> [tokens, kv_lora_rank], [tokens, 1, rotary].
+        """Norm and rotate the keys, and write them to the cache -> [tokens, kv_lora_rank], [tokens, 1, rotary].
 
-        A kernel that rotates in place writes to columns of *latent* that no other op reads.
+        A kernel that rotates in place only changes columns of *latent* that no other op reads.
         """
         module, layer = self._module, self._layer
         own = latent[:, module.q_lora_rank :] if self.has_latent else module.kv_a_proj_with_mqa(latent)[0]
@@ -84,7 +84,7 @@ class SplitLatentAttention:
         return keys, rotary
 
     def make_queries(self, latent: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Make queries -> [tokens, heads, head]."""
+        """Compute the queries -> [tokens, heads, head]."""
         module = self._module
         if self.has_latent:
             queries = module.q_b_proj(module.q_a_layernorm(latent[:, : module.q_lora_rank]))[0]
@@ -97,7 +97,7 @@ class SplitLatentAttention:
         return result
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-        """Attend to the cache, and to the new keys where it is a prefill -> [tokens, heads * head]."""
+        """Attend to the cache and, in a prefill, to the new keys -> [tokens, heads * head]."""
         module = self._module
         attended = torch.empty(
             (queries.shape[0], module.num_heads * module.v_head_dim), dtype=queries.dtype, device=queries.device
@@ -113,7 +113,7 @@ class SplitLatentAttention:
     def _rotate(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Rotate *x* [tokens, heads, rotary] by its positions.
 
-        The scaled embedding requires keys as well: it is given keys without heads.
+        The scaled embedding requires keys, too, so it gets keys without heads.
         """
         rotary = self._module.rotary_emb
         rotated: torch.Tensor = rotary(positions, x, x[:, :0] if type(rotary).__name__ == PAIRED else None)[0]
@@ -127,4 +127,4 @@ def _attend(
     layer.forward_impl(queries, keys, rotary, cache, metadata, output=attended)
 
 
-_attend_with_hooks = maybe_transfer_kv_layer(_attend)  # of a KV connector, as around vLLM's own op
+_attend_with_hooks = maybe_transfer_kv_layer(_attend)  # hooks of a KV connector, as around vLLM's own op

@@ -1,4 +1,4 @@
-"""Load formats of vLLM: how a model gets its weights. Read against vLLM 0.23.0 to 0.33.0."""
+"""Load formats of vLLM, which define how a model gets its weights. Read against vLLM 0.23.0 to 0.33.0."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def register_load_format(name: str, fill_weights: Callable[[torch.nn.Module], None]) -> None:
-    """Register a load format that calls *fill_weights* on the model, unless one of that name is registered."""
+    """Register a load format that calls *fill_weights* on the model, unless the name is registered already."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    if name in _LOAD_FORMAT_TO_MODEL_LOADER:  # vLLM would warn
+    if name in _LOAD_FORMAT_TO_MODEL_LOADER:  # vLLM would warn of a second registration
         return
 
     @register_model_loader(name)

@@ -25,25 +25,25 @@ def list_wrappers(model: torch.nn.Module) -> list[PunicaWrapperBase]:
 
 
 def is_sliceable(wrapper: PunicaWrapperBase) -> bool:
-    """Return whether `slice_wrapper` knows all that a wrapper holds."""
+    """Return whether `slice_wrapper` knows all attributes of a wrapper."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     return type(wrapper) is PunicaWrapperCPU
 
 
 def count_mapped_tokens(wrapper: PunicaWrapperBase) -> int:
-    """Return the number of tokens that are mapped to adapters; 0 before the first step."""
+    """Return the number of tokens mapped to adapters; 0 before the first step."""
     return wrapper.indices_len[0] or 0
 
 
 def slice_wrapper(wrapper: PunicaWrapperBase, tokens: slice) -> PunicaWrapperBase:
-    """Return a wrapper for some *tokens* of the batch that *wrapper* is for.
+    """Return a wrapper for the given *tokens* of the batch that *wrapper* describes.
 
-    What is for sampling stays that of the whole batch.
+    Data for sampling stay those of the whole batch.
     """
     part = copy.copy(wrapper)
     part._token_lora_indices = wrapper._token_lora_indices[tokens]
-    part._embeddings_indices = wrapper._embeddings_indices[..., tokens]  # in two rows up to vLLM 0.28
+    part._embeddings_indices = wrapper._embeddings_indices[..., tokens]  # two rows up to vLLM 0.28
     part.indices_len = list(wrapper.indices_len)
     part.indices_len[0] = part.indices_len[3] = tokens.stop - tokens.start
     if part.is_prefill:

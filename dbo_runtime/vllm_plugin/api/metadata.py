@@ -1,4 +1,4 @@
-"""Common attention metadata, sliced as vLLM slices it, and the block tables of its model runner.
+"""Common attention metadata, sliced by vLLM's own function, and the block tables of its model runner.
 
 Read against vLLM 0.23.0 to 0.33.0.
 """
@@ -25,18 +25,18 @@ IntArray = npt.NDArray[np.int32]
 def slice_common_metadata(
     common: CommonAttentionMetadata, slices: Sequence[BatchSlice]
 ) -> list[CommonAttentionMetadata]:
-    """Return the common metadata as vLLM slices it: correct in the fields named `split` in `fields`, others dropped."""
+    """Return the common metadata of each slice. Fields named `split` in `fields` are correct, others are dropped."""
     from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
     return list(split_attn_metadata([UBatchSlice(piece.requests, piece.tokens) for piece in slices], common))
 
 
 def read_block_table(runner: GPUModelRunner | None, layer_names: Sequence[str]) -> tuple[IntArray, int] | None:
-    """Return the host's copy of the KV blocks of each request [requests, blocks] and the tokens of such a block.
+    """Return the host's copy of each request's KV blocks [requests, blocks], and the number of tokens per block.
 
-    Up to vLLM 0.30 these are the kernel's blocks, as in the attention metadata, later those of the KV cache, which may
-    be larger. None for unknown runners, and for layers that are in none of the runner's groups, or in one without a
-    block table.
+    Up to vLLM 0.30 these are the kernel's blocks, as in the attention metadata. In later versions they are those of the
+    KV cache, which may be larger. Returns None for unknown runners, and for layers that are in none of the runner's
+    groups or in a group without a block table.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -51,9 +51,9 @@ def read_block_table(runner: GPUModelRunner | None, layer_names: Sequence[str]) 
 
 
 def has_cache(spec: KVCacheSpec) -> bool:
-    """Return whether layers keep keys and values of earlier steps: those of an encoder do not.
+    """Return whether layers keep keys and values of earlier steps. Layers of an encoder do not.
 
-    Each token of such layers attends to all tokens of its request, in the step that has them.
+    Each token of an encoder attends to all tokens of its request, within one step.
     """
     from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
@@ -61,7 +61,7 @@ def has_cache(spec: KVCacheSpec) -> bool:
 
 
 def get_window(spec: KVCacheSpec) -> int | None:
-    """Return how many tokens back the layers of a KV cache read, or None if that is not limited for all of them."""
+    """Return how many tokens back the layers of a KV cache read; None if any of them reads without limit."""
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -70,7 +70,7 @@ def get_window(spec: KVCacheSpec) -> int | None:
 
 
 def list_distinct(shared: Iterable[AttentionMetadata]) -> list[AttentionMetadata]:
-    """Return the metadata that layers share, each once; mostly layers that follow each other have the same."""
+    """Return each distinct metadata object once. Consecutive layers mostly share one."""
     found: list[AttentionMetadata] = []
     last = None
     for each in shared:

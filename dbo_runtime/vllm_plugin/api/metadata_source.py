@@ -1,4 +1,4 @@
-"""What attention metadata was built from, noted when vLLM builds it, to build it again for slices."""
+"""The inputs that attention metadata was built from, noted as vLLM builds it, to build it again for slices."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SOURCE = "_dbo_source"
 
 @dataclass(frozen=True, slots=True)
 class MetadataSource:
-    """What a piece of attention metadata was built from.
+    """The inputs that an attention metadata object was built from.
 
     Attributes:
-        metadata: that piece. vLLM makes the metadata of some layers as a copy of that of others with another block
-            table (`update_block_table`): the copy carries this source as well, but was not built from it.
-        layer_names: of the layers that share it.
-        builder: that built it.
-        common: the common metadata of the step.
+        metadata: the metadata object. vLLM makes some layers' metadata by copying that of other layers with another
+            block table (`update_block_table`). Such a copy also carries this source, but was not built from it.
+        layer_names: names of the layers that share it.
+        builder: the builder that built it.
+        common: the step's common metadata.
         arguments: further arguments of the build.
-        common_prefix_len: tokens that all requests share.
+        common_prefix_len: number of tokens in a prefix that all requests share.
     """
 
     metadata: weakref.ref[AttentionMetadata]
@@ -38,9 +38,9 @@ class MetadataSource:
 
 
 def trace_builders() -> None:
-    """Let each metadata object remember its source.
+    """Make each metadata object remember its source.
 
-    `AttentionGroup.get_metadata_builder` is the one accessor that the runners of vLLM and of vllm-ascend all use.
+    `AttentionGroup.get_metadata_builder` is the only accessor that all runners of vLLM and vllm-ascend use.
     """
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -61,7 +61,7 @@ def trace_builders() -> None:
 
 
 def get_source(metadata: AttentionMetadata) -> MetadataSource | None:
-    """Return what *metadata* itself was built from, or None if that is not known."""
+    """Return the source that *metadata* itself was built from, or None if it is not known."""
     source: MetadataSource | None = getattr(metadata, _SOURCE, None)
     return source if source is not None and source.metadata() is metadata else None
 
@@ -98,7 +98,7 @@ def note_source(
     arguments: dict[str, Any],
     common_prefix_len: int = 0,
 ) -> None:
-    """Let *metadata* remember what it was built from; see `MetadataSource`."""
+    """Attach to *metadata* the inputs it was built from; see `MetadataSource`."""
     try:
         piece = weakref.ref(metadata)
         setattr(metadata, _SOURCE, MetadataSource(piece, layer_names, builder, common, arguments, common_prefix_len))

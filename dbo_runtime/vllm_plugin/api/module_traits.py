@@ -1,4 +1,4 @@
-"""What vLLM's modules do that a draft of an adapter has to declare."""
+"""Properties of vLLM modules that a drafted adapter has to declare."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     import torch
 
 ALL_REDUCE = "tensor_model_parallel_all_reduce"
-"""The function by which a layer reduces what its modules leave unreduced."""
+"""The function that layers call to reduce results that their modules left unreduced."""
 
 EXPERTS = frozenset({"FusedMoE", "MoERunner"})
-"""What runs experts; the first is its class of before 0.28."""
+"""Classes that run experts. The first is the class before vLLM 0.28."""
 
 PROJECTION = "RowParallelLinear"
 
@@ -20,9 +20,9 @@ def describe_module(module: torch.nn.Module) -> dict[str, bool]:
     """Return what a module does besides computing.
 
     Returns:
-        `ordered`, whether it reads or writes state of requests, the KV cache or that of linear attention; `reduces`,
-        whether it ends in an all-reduce where there are several ranks, that of a projection or of experts;
-        `leaves_reduce`, whether it has such a projection, and leaves the all-reduce to its caller.
+        `ordered`: whether it reads or writes state of requests, in the KV cache or of linear attention. `reduces`:
+        whether it ends in an all-reduce if there are several ranks, in a projection or in experts. `leaves_reduce`:
+        whether it has such a projection, but leaves the all-reduce to its caller.
     """
     parts = list(module.modules())
     names = [{base.__name__ for base in type(part).__mro__} for part in parts]

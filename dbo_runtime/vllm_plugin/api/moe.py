@@ -1,7 +1,7 @@
-"""vLLM's MoE layer, decomposed at its own seams: router, experts, shared experts, and their sum.
+"""vLLM's MoE layer, decomposed into its own parts: router, experts, shared experts, and their sum.
 
 Read against fused_moe/runner/moe_runner.py and fused_moe/modular_kernel.py of vLLM 0.28.0 to 0.33.0. vLLM keeps the
-output of the shared experts in one slot of the layer; here it is a value of a micro-batch.
+shared experts' output in one attribute of the layer. Here it is a value of the micro-batch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduce
 
 MOE_RUNNERS = ("MoERunner",)
-"""What runs an MoE layer. Classes are known by their exact names: one derived from them may do something else."""
+"""Classes that run an MoE layer. Only these exact names are known: a subclass may do something else."""
 
 KNOWN_PREPARE_FINALIZE = ("MoEPrepareAndFinalizeNaiveDPEPModular", "MoEPrepareAndFinalizeNoDPEPModular")
-"""Kernels' prepare and finalize that gather tokens and scatter results, or do not; they do nothing else in between."""
+"""Prepare and finalize classes that gather tokens and scatter results, or do not, and do nothing else."""
 
 ROUTERS_WITH_OUTPUT = ("ZeroExpertRouter",)
-"""Routers that add to the layer's result themselves."""
+"""Routers that add their own output to the layer's result."""
 
 
 TakeChunk = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
@@ -35,13 +35,14 @@ TakeChunk = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
 
 
 class MoeLayer:
-    """The operations of one MoE layer of vLLM.
+    """The operations of a vLLM MoE layer.
 
     Args:
         runner: vLLM's MoE runner.
 
     Attributes:
-        get_logits: returns the router's logits [tokens, experts], where the model has the gate and not the runner.
+        get_logits: function that returns the router's logits [tokens, experts], if the model holds the gate instead of
+            the runner.
     """
 
     def __init__(self, runner: MoERunner) -> None:
@@ -50,7 +51,7 @@ class MoeLayer:
 
     @property
     def needs_dispatch(self) -> bool:
-        """Whether tokens leave their rank. They do under data parallel."""
+        """Whether tokens leave their rank, as they do with data parallelism."""
         return bool(self._runner.moe_config.dp_size > 1)
 
     @property
@@ -65,17 +66,17 @@ class MoeLayer:
 
     @property
     def has_replicated_shared_experts(self) -> bool:
-        """Whether each tensor parallel rank has all of the shared experts; otherwise it has a part."""
-        return self.is_sequence_parallel  # vLLM makes them so for chunks of tokens
+        """Whether each tensor parallel rank holds the shared experts in full, or a share of their weights."""
+        return self.is_sequence_parallel  # vLLM replicates them for chunks of tokens
 
     @property
     def is_load_balanced(self) -> bool:
-        """Whether expert load balancing (EPLB) moves experts: ids are then of physical experts, which stay in place."""
+        """Whether expert load balancing (EPLB) moves experts. Ids are then of physical experts, which stay in place."""
         return False
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """The number on this rank of each expert, negative for those of others [experts]; None without a placement."""
+        """This rank's number for each expert, negative for other ranks' experts [experts]; None without a placement."""
         placed: torch.Tensor | None = self._runner.routed_experts.expert_map
         return placed
 
@@ -111,7 +112,7 @@ class MoeLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token].
 
-        *input_ids* are token ids [tokens], for experts that are chosen by them.
+        *input_ids* are the token ids [tokens], for models that choose experts by them.
         """
         assert input_ids is None, "only a platform's own layers choose experts by token ids"
         runner = self._runner
@@ -123,16 +124,16 @@ class MoeLayer:
         return weights, ids
 
     def quantize(self, x: torch.Tensor) -> QuantizedTokens | None:
-        """Quantize *x* [tokens, hidden] before it is sent, as experts will take it; None: it is sent as it is."""
+        """Quantize *x* [tokens, hidden] before sending, in the form that experts take; None to send it unquantized."""
         return None
 
     def run_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the shared experts on *x* [tokens, hidden], past the wrapper that keeps their output for later."""
+        """Run the shared experts on *x* [tokens, hidden], bypassing the wrapper that stores their output for later."""
         result: torch.Tensor = self._runner.shared_experts._layer(x)
         return result
 
     def run_experts(self, arrived: DispatchedTokens) -> torch.Tensor:
-        """Run the kernel of the experts between vLLM's prepare and finalize -> [received, hidden]."""
+        """Run the experts' kernel, which vLLM runs between its prepare and finalize -> [received, hidden]."""
         layer = self._runner.routed_experts
         impl = layer.quant_method.moe_kernel.impl
         routed = impl._fused_experts(
@@ -149,7 +150,7 @@ class MoeLayer:
             expert_map=layer.expert_map,
             apply_router_weight_on_input=False,
             expert_tokens_meta=None,
-            output_alias=torch.empty_like(arrived.x),  # else it may lie in a workspace that the next micro-batch reuses
+            output_alias=torch.empty_like(arrived.x),  # else it may be in a workspace that the next micro-batch reuses
         )
         result: torch.Tensor = _get_weight_and_reduce(impl).apply(
             output=None,
@@ -165,22 +166,22 @@ class MoeLayer:
     ) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run kernels that dispatch it -> [chunk, hidden].
 
-        They take *rows* rows on each rank; *take_chunk* takes the same chunk of other data of the tokens. *input_ids*
-        are those of the chunk, as in `choose_experts`.
+        The kernels take *rows* rows on each rank. *take_chunk* takes the same chunk of other per-token data.
+        *input_ids* are those of the chunk, as in `choose_experts`.
         """
         raise AssertionError("only a platform that chooses the dispatch `fused` has such kernels")
 
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
-        """Scale results of the experts and add those of the shared experts, as the runner does at its end."""
+        """Scale the experts' results and add those of the shared experts, as the runner does at its end."""
         _, routed = self._runner._maybe_apply_routed_scale_to_output(*(shared or (None,)), routed)
         return shared[0] + routed if shared else routed
 
 
 def make_moe_layer(experts: MoERunner) -> MoeLayer:
-    """Return the operations of an MoE layer of vLLM; its module is the runner, or holds it, as in vLLM 0.23.
+    """Return the operations of a vLLM MoE layer. *experts* is the runner, or holds it, as in vLLM 0.23.
 
     Raises:
-        DeclineError: if its class is not known, or its last all-reduce is not its last operation.
+        DeclineError: the class is not known, or its last all-reduce is not its last operation.
     """
     runner = getattr(experts, "runner", experts)
     name = type(runner).__name__
@@ -192,7 +193,7 @@ def make_moe_layer(experts: MoERunner) -> MoeLayer:
 
 
 def _get_weight_and_reduce(kernel: FusedMoEKernelModularImpl) -> TopKWeightAndReduce:
-    """Return what sums a token's experts on this rank; kernels that leave the choice open get vLLM's default."""
+    """Return the function that sums a token's experts on this rank: the kernel's choice, or vLLM's default."""
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
         TopKWeightAndReduceContiguous,
         TopKWeightAndReduceDelegate,

@@ -1,4 +1,4 @@
-"""The profiler of vLLM's workers: which of its threads it records."""
+"""The profiler of vLLM's workers: the threads that it records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def profile_all_threads(worker: WorkerBase) -> bool:
-    """Let the torch profiler of a worker record all its threads; return whether there is one to tell.
+    """Make a worker's torch profiler record all its threads; return whether it has a profiler.
 
-    By default it records only the thread that starts it, and a CPU's lanes are threads. Workers of CPUs make it when
-    they are made themselves; those of devices make it later, and there one thread issues all ops.
+    By default it records only the thread that starts it, but a CPU's lanes are threads. CPU workers create the profiler
+    in their constructor. Device workers create it later, but there one thread issues all ops.
     """
     wrapper = getattr(worker, "profiler", None)
     profiler = getattr(wrapper, "profiler", None)
@@ -22,6 +22,6 @@ def profile_all_threads(worker: WorkerBase) -> bool:
         return False
     try:
         profiler.experimental_config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    except (AttributeError, TypeError):  # a torch without this option
+    except (AttributeError, TypeError):  # this torch lacks the option
         return False
     return True

@@ -1,6 +1,6 @@
-"""The key-value store through which the ranks of vLLM's world have met. Read against vLLM 0.23.0 to 0.33.0.
+"""The key-value store through which the ranks of vLLM's world met. Read against vLLM 0.23.0 to 0.33.0.
 
-Unlike a collective, waiting for a key ends by itself where a rank never sets it.
+Unlike a collective, waiting for a key times out if a rank never sets it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def find_silent_ranks(patience: float) -> list[int]:
     """Return the ranks of vLLM's world that have not called `announce_rank` within *patience* seconds.
 
     Raises:
-        DistError: of torch, if the rank that keeps the store has ended meanwhile.
+        DistError: raised by torch if the rank that keeps the store has ended meanwhile.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
@@ -41,9 +41,9 @@ def find_silent_ranks(patience: float) -> list[int]:
 
 
 def report_outcome(name: str, outcome: str) -> str:
-    """Let the other ranks know what came of this rank's part in something with a *name*; return that of this time.
+    """Publish this rank's outcome of the operation *name*; return the key's name for this occasion.
 
-    Ranks that do the same things have the same names, which a number distinguishes: how often they were used.
+    A counter distinguishes repeated operations of one name. Ranks that perform the same operations use the same names.
     """
     store, rank = _get_store(), dist.get_rank()
     times = store.add(_OUTCOME.format(f"{name}/times", rank), 1)
@@ -52,15 +52,15 @@ def report_outcome(name: str, outcome: str) -> str:
 
 
 def read_outcomes(name: str, ranks: Sequence[int], patience: float) -> list[str | None]:
-    """Return what *ranks* of vLLM's world have reported within *patience* seconds; None for those that have not.
+    """Return the outcomes that *ranks* of vLLM's world reported within *patience* seconds; None for missing ones.
 
     Raises:
-        DistError: of torch, if the rank that keeps the store has ended meanwhile.
+        DistError: raised by torch if the rank that keeps the store has ended meanwhile.
     """
     store, keys = _get_store(), [_OUTCOME.format(name, rank) for rank in ranks]
     try:
         store.wait(keys, timedelta(seconds=patience))
-    except RuntimeError:  # of torch: a DistError, but not from every kind of store
+    except RuntimeError:  # torch raises DistError, but not from every kind of store
         return [store.get(key).decode() if store.check([key]) else None for key in keys]
     return [store.get(key).decode() for key in keys]
 

@@ -1,4 +1,4 @@
-"""vLLM's configuration of a `vllm serve` command, made by vLLM itself, without a server. Read against 0.23 to 0.33."""
+"""The configuration of a `vllm serve` command, made by vLLM itself without a server. Read against 0.23 to 0.33."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def make_config(arguments: Sequence[str]) -> VllmConfig:
-    """Return the configuration that `vllm serve` makes of its *arguments*. It needs the model's config.json only.
+    """Return the configuration that `vllm serve` makes from *arguments*. Only needs the model's config.json.
 
     Raises:
-        ConfigError: if vLLM does not accept them.
+        ConfigError: vLLM does not accept the arguments.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -28,7 +28,7 @@ def make_config(arguments: Sequence[str]) -> VllmConfig:
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     with _report_errors():
         parsed = parser.parse_args(["serve", *arguments])
-        if parsed.model_tag is not None:  # as the command itself does
+        if parsed.model_tag is not None:  # same as in the command itself
             parsed.model = parsed.model_tag
         return AsyncEngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
@@ -39,10 +39,10 @@ def _report_errors() -> Iterator[None]:
     try:
         with redirect_stderr(printed):
             yield
-    except SystemExit:  # argparse has printed why
+    except SystemExit:  # argparse has printed the reason
         raise ConfigError(printed.getvalue().strip().rpartition("error: ")[2]) from None
     except (ValueError, OSError, NotImplementedError) as error:
-        problems = error.errors() if hasattr(error, "errors") else ()  # pydantic's, which name each field
+        problems = error.errors() if hasattr(error, "errors") else ()  # pydantic's errors name each field
         raise ConfigError(
             "; ".join(problem["msg"].removeprefix("Value error, ") for problem in problems) or str(error)
         ) from None

@@ -1,4 +1,4 @@
-"""Speculative decoding as vLLM 0.30.0 configures it: who drafts, and how many tokens."""
+"""Speculative decoding as vLLM 0.30.0 configures it: the drafter and the number of draft tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def name_drafter(vllm_config: VllmConfig) -> str | None:
-    """Return the name of the method that drafts, with the model type where there are several; None without one."""
+    """Return the drafting method's name, with the model type if there are several types; None without a drafter."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
@@ -23,9 +23,9 @@ def name_drafter(vllm_config: VllmConfig) -> str | None:
 
 
 def compare_hidden_sizes(vllm_config: VllmConfig) -> str | None:
-    """Return the sizes of hidden states, if a drafter reads others than the model has; None if it can read them.
+    """Return both sizes of hidden states if the drafter reads another size than the model has; None if they fit.
 
-    vLLM itself fails only when it first drafts, which on CPU is after a request's first step.
+    vLLM itself fails only when it first drafts, which on a CPU is after a request's first step.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in ("eagle", "eagle3", "mtp"):
@@ -36,7 +36,7 @@ def compare_hidden_sizes(vllm_config: VllmConfig) -> str | None:
 
 
 def count_drafts(vllm_config: VllmConfig) -> int:
-    """Return how many tokens of a request are drafts in a decode, at most; 0 without speculative decoding."""
+    """Return the largest number of draft tokens per request in a decode; 0 without speculative decoding."""
     speculative = vllm_config.speculative_config
     return 0 if speculative is None else int(speculative.num_speculative_tokens)
 
@@ -44,14 +44,14 @@ def count_drafts(vllm_config: VllmConfig) -> int:
 def count_assumed_drafts(vllm_config: VllmConfig) -> int:
     """Return by how many tokens the host's length of a decoding sequence may be too long.
 
-    With async scheduling a step is prepared before it is known which drafts of the step before were accepted, and the
-    host counts them all (`_prepare_inputs` in gpu_model_runner.py corrects the device's copy).
+    With async scheduling, a step is prepared before it is known which of the previous step's drafts were accepted. The
+    host counts all of them (`_prepare_inputs` in gpu_model_runner.py corrects the device's copy).
     """
     return count_drafts(vllm_config) if vllm_config.scheduler_config.async_scheduling else 0
 
 
 def get_auxiliary_layers(model: torch.nn.Module) -> tuple[int, ...]:
-    """Return after how many layers a model's forward returns auxiliary hidden states: Eagle3's drafter reads them."""
+    """Return the layer counts after which a model's forward returns auxiliary hidden states, for Eagle3's drafter."""
     return next(_list_auxiliary_layers(model), ())
 
 

@@ -1,4 +1,4 @@
-"""The versions that are installed, and what is done with this vLLM."""
+"""The installed versions, and how this vLLM version is treated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dbo_runtime.vllm_plugin.api.window import Standing, classify_version, descr
 
 
 def check_version() -> Decline | None:
-    """Return why this vLLM is not served split, or None if its version is in the window."""
+    """Return why steps of this vLLM are not split, or None if its version is in the window."""
     actual = get_version()
     if classify_version(actual) is not Standing.OUTSIDE:
         return None
@@ -18,22 +18,22 @@ def check_version() -> Decline | None:
 
 
 def is_tested() -> bool:
-    """Return whether the tests have passed on this version of vLLM; if not, first steps are compared."""
+    """Return whether the tests passed on this vLLM version. If not, first steps are compared."""
     return classify_version(get_version()) is Standing.TESTED
 
 
 def describe_versions() -> str:
-    """Return the versions that ranks must share to decide alike."""
+    """Return the versions that must be equal on all ranks so that they decide alike."""
     return f"dbo_runtime {version('dbo-runtime')}, vllm {get_version()}"
 
 
 def describe_packages() -> dict[str, str]:
-    """Return the versions that costs are measured with."""
+    """Return the package versions that costs depend on."""
     return {name: version(name) for name in ("dbo-runtime", "torch")} | {"vllm": get_version()}
 
 
 def get_version() -> str:
-    """Return the version of vLLM."""
+    """Return vLLM's version."""
     import vllm
 
     return str(vllm.__version__)

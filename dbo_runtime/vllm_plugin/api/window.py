@@ -1,4 +1,4 @@
-"""Which versions of vLLM are split, and how: functions of a version alone, which the doctor calls without vLLM."""
+"""How each vLLM version is treated. These functions need only the version, so the doctor calls them without vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dbo_runtime.vllm_plugin.api.known import TESTED_VLLM_VERSIONS, VLLM_WINDOW
 
 
 class Standing(Enum):
-    """What is done with a version of vLLM."""
+    """The treatment of a vLLM version."""
 
     TESTED = "steps are split"
     UNTESTED = "steps are split, and the first of each kind compared with unsplit ones"
@@ -17,7 +17,7 @@ class Standing(Enum):
 
 
 def classify_version(version: str) -> Standing:
-    """Return the standing of a version, such as `0.30.0+cpu` or `0.31.0rc1.dev5`; of an unreadable one, OUTSIDE."""
+    """Return the standing of a version such as `0.30.0+cpu` or `0.31.0rc1.dev5`; OUTSIDE for an unreadable one."""
     release = parse_release(version)[:2]
     if release in TESTED_VLLM_VERSIONS:
         return Standing.TESTED
@@ -26,16 +26,16 @@ def classify_version(version: str) -> Standing:
 
 
 def describe_tested() -> str:
-    """Return the tested versions as they are written in messages."""
+    """Return the tested versions as text for messages."""
     return ", ".join(f"{major}.{minor}.x" for major, minor in TESTED_VLLM_VERSIONS)
 
 
 def describe_window() -> str:
-    """Return the window as pip writes it."""
+    """Return the window in pip's notation."""
     return ">={}.{},<{}.{}".format(*VLLM_WINDOW[0], *VLLM_WINDOW[1])
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """Return the numbers at the begin of a version, such as (2, 10, 0) of `2.10.0.post4`."""
+    """Return the leading numbers of a version, such as (2, 10, 0) for `2.10.0.post4`."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found else ()

@@ -1,1 +1,1 @@
-"""Measuring what a served model's ops cost, and where the costs that steps are planned by come from."""
+"""Measure the costs of a served model's ops, and give them to the planner."""

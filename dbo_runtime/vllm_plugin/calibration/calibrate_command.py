@@ -20,11 +20,11 @@ EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; all others are those of vLLM's engine."""
+    """Add the command's arguments. All others are arguments of vLLM's engine."""
     parser.add_argument("model", help="directory or name of the model, as for `vllm serve`")
     parser.add_argument("--output", required=True, metavar="FILE", help="the cost file to write, for DBO_COSTS")
-    parser.add_argument("--budget", type=float, help="seconds to measure (default: as many as DBO_CALIBRATE=1 takes)")
-    parser.add_argument("--json", action="store_true", help="print the report for programs; vLLM's log moves to stderr")
+    parser.add_argument("--budget", type=float, help="seconds to measure (default: the same as for DBO_CALIBRATE=1)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON; vLLM's log moves to stderr")
     parser.set_defaults(program=parser.prog)
     parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace, output: Path) -> list[dict[str, Any]]:
-    """Return the report of the first rank of each stage of a pipeline, field by field; none of stages not split."""
+    """Return the first rank's report for each pipeline stage, as fields; without stages that are not split."""
     os.environ[ENABLE] = "1"
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -77,7 +77,7 @@ def _calibrate(arguments: argparse.Namespace, output: Path) -> list[dict[str, An
 
 @contextmanager
 def divert_output() -> Iterator[None]:
-    """Redirect standard output of this process and its children to standard error: vLLM logs to standard output."""
+    """Redirect standard output of this process and its children to standard error, because vLLM logs to stdout."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

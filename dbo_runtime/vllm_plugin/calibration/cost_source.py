@@ -1,4 +1,4 @@
-"""Give a model's runtime the costs that it plans by, from a file or a calibration: the same on all ranks, or none."""
+"""The source of a model's costs: a file or a calibration. All ranks use the same costs, or none."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-BUDGET_SECONDS = 45.0  # of a calibration, approximately
+BUDGET_SECONDS = 45.0  # approximate seconds of a calibration
 
 
 class CostSource:
-    """Gives a model's runtime a planner, on all ranks or on none. Its methods are collective over all ranks.
+    """Gives a model's runtime a planner, on all ranks or on none. All methods are collective over all ranks.
 
-    Each stage of a pipeline has separate costs, and files, because its layers are different.
+    Each pipeline stage has its own costs and files, because its layers are different.
 
     Args:
         runner: vLLM's model runner.
-        forward: of its model.
-        identity: what costs must hold for.
+        forward: the model's forward.
+        identity: the conditions that costs must match.
         rank: the context of this rank.
-        metrics: shows that costs are known; None on ranks that do not count.
+        metrics: counts, which show that costs are known; None on ranks that do not count.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CostSource:
         return self._forward.runtime
 
     def prepare(self, config: RuntimeConfig) -> None:
-        """Calibrate or load, as the settings say. After any error, serve by the thresholds."""
+        """Calibrate or load, according to the settings. After any error, serve by the thresholds."""
         try:
             if config.calibrate:
                 self.calibrate(config.costs)
@@ -89,10 +89,10 @@ class CostSource:
             self._log.warning("no costs to plan with; DBO_MODE=auto goes by the thresholds", reason=str(error))
 
     def load(self, path: str) -> None:
-        """Plan by the costs of a file, which every rank reads.
+        """Plan by the costs in a file that every rank reads.
 
         Raises:
-            ConfigError: on all ranks, if any of them cannot use it, or theirs are not the same.
+            ConfigError: raised on all ranks if any of them cannot use its file, or the files differ.
         """
         path = name_stage_file(path, self._stage)
         table: CostTable | None = None
@@ -111,17 +111,17 @@ class CostSource:
         self._use(table, path)
 
     def calibrate(self, path: str = "", budget: float = BUDGET_SECONDS) -> Report:
-        """Measure the model's own ops, plan by what they cost, and write it to *path* if that is given.
+        """Measure the model's own ops, plan by their costs, and write the costs to *path* if given.
 
-        If it cannot be written, log a warning and use the costs all the same.
+        If the file cannot be written, log a warning and use the costs anyway.
 
         Raises:
-            DeclineError, ConfigError: on all ranks, if ops cannot be measured or their durations make no sense.
+            DeclineError, ConfigError: raised on all ranks if ops cannot be measured, or their durations make no sense.
         """
         start = time.perf_counter()
         with _ProgressBar(quiet=self._group.rank_in_group > 0) as bar:
             measurements = measure(self._runner, self._forward, self._group, budget, bar.show)
-        # One rank fits for all: the last digits of a fit may differ between hosts, and with them decisions.
+        # One rank fits for all: the last digits of a fit may differ between hosts, and then decisions could differ.
         fitted = self._try(lambda: self._fit(measurements)) if self._group.rank_in_group == 0 else None
         first = gather(self._group, fitted)[0]
         assert first is not None, "rank 0 fits"
@@ -163,15 +163,15 @@ class CostSource:
             self._log.warning("the costs are in use, but not saved", reason=str(error))
 
     def _fit(self, measurements: Measurements) -> tuple[str, dict[str, float]]:
-        """Return the costs as the text of a file, and their relative errors for steps by mode."""
+        """Return the costs as the text of a file, and their relative errors for steps, by mode."""
         program = self._runtime.program
-        # Where the host computes, it is never late: what runs is what it runs.
+        # If the host computes, it is never late: lanes run what the host runs.
         samples = measurements.samples if self._host_computes else keep_queued(measurements.samples)
         costs, errors = fit_costs(samples, self._identity.bytes_per_token)
         identity = self._identity
         origin = Provenance(
             kind="measured",
-            source="python -m dbo_runtime calibrate",
+            source="dbo calibrate",
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             machine=identity.machine,
             model=identity.model,
@@ -193,8 +193,8 @@ class CostSource:
             raise ConfigError(f"cost file {path}: {error}") from None
         if table.program != describe_program(self._runtime.program):
             raise ConfigError(
-                f"cost file {path}: it is of another program than the adapter records now; calibrate again: "
-                "`python -m dbo_runtime calibrate`."
+                f"cost file {path}: it belongs to another program than the adapter records now; calibrate again: "
+                "`dbo calibrate`."
             )
         if table.provenance.versions != identity.versions:
             self._log.warning(
@@ -205,22 +205,22 @@ class CostSource:
         return table
 
     def _use(self, table: CostTable, source: str) -> None:
-        """Plan by *table* from now on, with all orders prepared, and for the limits of the first rank's scheduler.
+        """Plan by *table* from now on, with all orders prepared for the limits of the first rank's scheduler.
 
         Raises:
-            ConfigError: on all ranks, if any of them cannot prepare, or they prepared different orders; the planner
-                that was in use stays.
+            ConfigError: raised on all ranks if any of them cannot prepare, or they prepared different orders. The
+                previous planner stays in use.
         """
         runtime, before, start = self._runtime, self._runtime.planner, time.perf_counter()
         limits = ServingLimits(
             **gather(self._group, asdict(self._limits))[0]
-        )  # without a server, vLLM's defaults differ
+        )  # vLLM's defaults differ without a server
         prepared, problem = "", ""
         try:
             runtime.planner = planner = Planner(runtime.program, table, limits, keeps_layers=runtime.keeps_layers)
             runtime.prepare(runtime.config)
             prepared = planner.digest
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; it may be a lack of memory
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; memory may be short
             problem = f"issue orders cannot be prepared: {error!r}"
         outcomes = gather(self._group, [prepared, problem])
         problem = next((problem for _, problem in outcomes if problem), "")
@@ -256,7 +256,7 @@ class _ProgressBar:
         self._bar.close()
 
     def show(self, done: int, of: int, what: str) -> None:
-        """Show *done* of *of* shapes, and *what* is measured next."""
+        """Show that *done* of *of* shapes are measured, and that *what* comes next."""
         self._bar.total = of
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update(done - self._bar.n)

@@ -1,4 +1,4 @@
-"""What measured costs hold for, and what they were measured with."""
+"""The conditions that measured costs hold for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Identity(NamedTuple):
 
     Attributes:
         machine: kind of machine, transport and dispatch.
-        model: its architecture and shapes.
+        model: the model's architecture and shapes.
         parallel: number of ranks of each kind, and of hosts.
-        versions: of packages; others are used with a warning.
-        bytes_per_token: that a rank sends for one token.
+        versions: package versions; costs of other versions are used with a warning.
+        bytes_per_token: bytes that a rank sends for one token.
     """
 
     machine: Mapping[str, str]

@@ -1,15 +1,15 @@
-"""Measure how long the served model's ops take, inside vLLM's worker while no request runs.
+"""Measure the durations of the served model's ops, inside vLLM's worker while no request runs.
 
-vLLM runs dummy batches of the requested lengths through the model. The model's forward is replaced by a harness that
-runs copies of the served forward with separate runtimes, so nothing measured here is counted, logged or kept there.
-Each batch runs in three modes in turn, so that a disturbance affects all of them:
+vLLM runs dummy batches of the requested lengths through the model. A harness replaces the model's forward. It runs
+copies of the served forward with separate runtimes, so nothing measured here is counted, logged or kept there. Each
+batch runs in three modes in turn, so that a disturbance affects all modes:
 
-- `unsplit`: for the seconds of the step;
-- `sequential`: in two micro-batches one after the other, for what each op takes alone;
-- `alternate`: in two interleaved micro-batches, for what ops take while another lane runs;
+- `unsplit`: gives the seconds of the step;
+- `sequential`: two micro-batches one after the other, gives the time of each op alone;
+- `alternate`: two interleaved micro-batches, gives the time of ops while another lane runs;
 
-and in a fourth mode, `serial`, if ops of one micro-batch overlap each other (a dispatch and the shared experts): every
-op on the calling thread, so that these are measured alone as well.
+A fourth mode, `serial`, is added if ops of one micro-batch overlap each other (a dispatch and the shared experts). It
+runs every op on the calling thread, so that these ops are also measured alone.
 """
 
 from __future__ import annotations
@@ -46,23 +46,21 @@ if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-STRIDE_TOKENS = (
-    7919  # a prime: tokens are spread over the vocabulary, because equal ones are routed to the same experts
-)
+STRIDE_TOKENS = 7919  # a prime, to spread tokens over the vocabulary: equal tokens are routed to the same experts
 
 Progress = Callable[[int, int, str], None]
-"""Called with the number of shapes measured, the number of all, and what comes next; at the end, with `done`."""
+"""Called with the number of measured shapes, the number of all shapes, and the next shape; `done` at the end."""
 
 
 class StepSample(NamedTuple):
     """One measured run of the forward."""
 
     mode: str  # "unsplit", "sequential" or "alternate"
-    loads: tuple[BatchFeatures, ...]  # of its micro-batches; one for an unsplit step
-    seconds: float  # of the forward call
-    idle: float  # seconds between its first op and the last in which no lane ran anything; 0 for an unsplit step
-    late: float = 0.0  # seconds of that in which the host had not issued the next op
-    issue: float = 0.0  # seconds that the host took for an op
+    loads: tuple[BatchFeatures, ...]  # one entry per micro-batch; one for an unsplit step
+    seconds: float  # seconds of the forward call
+    idle: float  # seconds between its first and last op in which no lane ran; 0 for an unsplit step
+    late: float = 0.0  # idle seconds in which the host had not issued the next op
+    issue: float = 0.0  # the host's seconds per op
 
 
 TIMES = ("seconds", "idle", "late", "issue")
@@ -70,12 +68,12 @@ TIMES = ("seconds", "idle", "late", "issue")
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Measured runs of ops and of the forward, the same on every rank.
+    """Measured runs of ops and of the forward, equal on all ranks.
 
     Attributes:
         samples: runs of ops.
         steps: runs of the forward.
-        left_out: batches for which no time was left.
+        left_out: batches that no time was left for.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -88,18 +86,18 @@ def measure(
 ) -> Measurements:
     """Measure ops and steps of a served model. Collective: all ranks call it together, while no request runs.
 
-    The KV cache is read but not written. All ranks return the same; see `merge_ranks`.
+    The KV cache is read but not written. All ranks return the same result; see `merge_ranks`.
 
     Args:
         runner: vLLM's model runner.
-        forward: the served one. Its settings, counts and plans stay as they are.
+        forward: the served forward. Its settings, counts and plans do not change.
         group: vLLM's coordinator of all ranks that communicate in a step.
-        budget: seconds to take, approximately, after first runs. Small batches come first, larger ones if time is left.
-        progress: called on every rank.
+        budget: approximate seconds to take after first runs. Small batches come first, larger ones if time is left.
+        progress: function to report progress, called on every rank.
 
     Raises:
-        DeclineError: if vLLM's dummy batches cannot be split, with the reason.
-        RankError: on all ranks, if one of them fails, but one that others already wait for in a step.
+        DeclineError: vLLM's dummy batches cannot be split. The message says why.
+        RankError: raised on all ranks if one of them fails, except for a failure in a step that others already wait in.
     """
     work = JointWork(group)
     with work.guard():
@@ -118,19 +116,19 @@ def _measure(
     harness = _Harness(runner, forward, group, work)
     measurements = Measurements()
     for shape in shapes[:1]:
-        harness.run(shape, 0)  # the very first runs compile and allocate: serving would have done it, too
+        harness.run(shape, 0)  # the very first runs compile and allocate, as they do when serving
     rounds: list[tuple[Shape, float]] = []
     start, spent = time.perf_counter(), 0.0
     for number, shape in enumerate(shapes):
         if rounds and expect_round(rounds, shape) > budget - spent:
             measurements.left_out.append(shape)
-            continue  # there may still be time for another one
+            continue  # there may still be time for another shape
         progress(number, len(shapes), str(shape))
         first = harness.run(shape, 0)
         warm = _agree_on_time(work, start)
         repeats = choose_repeats(budget - warm, warm - spent)
         runs = [run for turn in range(1, 1 + repeats) for run in harness.run(shape, turn)]
-        _add(measurements, _gather_runs(work, runs or first))  # memory that a first run is the first to touch is slow
+        _add(measurements, _gather_runs(work, runs or first))  # a first run is slow: it is the first to touch memory
         now = _agree_on_time(work, start)
         rounds.append((shape, (now - spent) / (1 + repeats)))
         spent = now
@@ -141,8 +139,8 @@ def _measure(
 def merge_ranks(samples: Sequence[Sample]) -> Sample:
     """Return one sample for the same run of the same op on all ranks [ranks].
 
-    Of a compute op, the mean. A rank that enters a collective early waits for the others, so of a communication op, the
-    shortest.
+    A compute op takes the mean. A communication op takes the shortest, because a rank that enters a collective early
+    waits for the others.
     """
     if samples[0].lane == COMM:
         return min(samples, key=lambda sample: sample.seconds)
@@ -162,7 +160,7 @@ class _Run(NamedTuple):
     """One run of a shape on one rank."""
 
     step: StepSample
-    samples: list[Sample]  # in an order that is the same on all ranks
+    samples: list[Sample]  # in the same order on all ranks
 
 
 class _Harness:
@@ -187,7 +185,7 @@ class _Harness:
         self._forward = self._forwards["unsplit"]
 
     def run(self, shape: Shape, turn: int) -> list[_Run]:
-        """Run a batch of this shape once in each mode. Where ops run alone, turns vary the cut, and so the batches."""
+        """Run a batch of this shape once in each mode. Where ops run alone, turns vary the cut and so the batches."""
         cuts = shape.cuts
         alone = cuts[(turn + 1) % len(cuts)]
         return [self._run(shape, mode, cuts[0] if mode == "alternate" else alone) for mode in self._forwards]
@@ -200,9 +198,9 @@ class _Harness:
         *_: object,
         **kwargs: Any,
     ) -> torch.Tensor | IntermediateTensors:
-        """Run the forward on varied tokens, at the same time on all ranks, and measure the seconds."""
+        """Run the forward on varied tokens, at the same time on all ranks, and measure its seconds."""
         tokens = torch.arange(positions.shape[-1], device=positions.device) * STRIDE_TOKENS % self._vocabulary
-        tokens = tokens.to(torch.int32)  # as vLLM's are
+        tokens = tokens.to(torch.int32)  # same type as vLLM's
         _fill(intermediate_tensors)
         self._work.gather()
         self._device.synchronize()
@@ -224,7 +222,7 @@ class _Harness:
         model = self._runner.get_model()
         served, model.forward = model.forward, self
         try:
-            with replace_agent(None):  # nothing of a dummy batch is transferred
+            with replace_agent(None):  # dummy batches must not be transferred
                 run_dummy(self._runner, shape.requests, shape.tokens, shape.context)
         finally:
             model.forward = served
@@ -241,24 +239,23 @@ class _Harness:
 
 
 def _fill(received: IntermediateTensors | None) -> None:
-    """Fill in the tensors of the stage before at random: equal tokens would be routed to the same experts."""
+    """Fill the previous stage's tensors with random values: equal tokens would be routed to the same experts."""
     for tensor in () if received is None else received.tensors.values():
         tensor.normal_(generator=torch.Generator(tensor.device).manual_seed(STRIDE_TOKENS))
 
 
 def _copy_forward(served: SplitForward, device: Device, policy: str, group: GroupCoordinator) -> SplitForward:
-    """Return a forward of the same model that splits by a policy, whatever the settings are."""
-    config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # if the program has one
+    """Return a forward of the same model that splits by *policy*, whatever the settings are."""
+    config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # `side`, if the program has it
     own = served.copy_for(device, config, group)
-    own.decider.has_layer_hooks = own.runner.has_layer_hooks = (
-        False  # dummy batches have no KV connector, so any order may be measured
-    )
+    # dummy batches have no KV connector, so any order may be measured
+    own.decider.has_layer_hooks = own.runner.has_layer_hooks = False
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 
 
 def _gather_runs(work: JointWork, own: Sequence[_Run]) -> list[list[_Run]]:
-    """Return the runs of each rank [ranks][runs], which are lists on the way."""
+    """Return the runs of each rank [ranks][runs], parsed from the exchanged lists."""
     return [[_read_run(*run) for run in runs] for runs in work.gather(own)]
 
 
@@ -273,7 +270,7 @@ def _agree_on_limits(work: JointWork, own: Limits) -> Limits:
 
 
 def _agree_on_time(work: JointWork, start: float) -> float:
-    """Return the seconds since *start* on the slowest rank, by which all ranks decide alike whether to go on."""
+    """Return the seconds since *start* on the slowest rank, so that all ranks decide alike whether to go on."""
     seconds: list[float] = work.gather(time.perf_counter() - start)
     return max(seconds)
 
@@ -283,6 +280,6 @@ def _add(measurements: Measurements, runs_of_ranks: Sequence[Sequence[_Run]]) ->
     for runs in zip(*runs_of_ranks, strict=True):
         measurements.samples.extend(map(merge_ranks, zip(*(run.samples for run in runs), strict=True)))
         steps = [run.step for run in runs]
-        if steps[0].mode != "serial":  # in which no step is served
+        if steps[0].mode != "serial":  # no served step runs in this mode
             times = {name: fmean(getattr(step, name) for step in steps) for name in TIMES}
             measurements.steps.append(steps[0]._replace(**times))

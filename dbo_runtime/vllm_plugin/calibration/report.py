@@ -1,4 +1,4 @@
-"""What a calibration found, and how well its costs fit."""
+"""The result of a calibration, and how well its costs fit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of a calibration.
+    """The result of a calibration.
 
     Attributes:
-        seconds: that it took.
-        digest: of the costs.
+        seconds: duration of the calibration.
+        digest: digest of the costs.
         op_errors: median relative errors of the costs, by op.
         step_errors: median relative errors of predicted steps, by mode (`unsplit` and `split`).
-        split_error: see `CostTable`.
+        split_error: relative error of split steps; see `CostTable`.
         contention: factor by which a lane is slower while another runs, by lane.
-        largest: tokens of the largest step that was measured; what larger ones take is extrapolated.
-        left_out: how many sizes of batches no time was left for.
-        stage: name of the pipeline's stage whose costs these are, such as `pp0`.
+        largest: tokens of the largest measured step; times of larger steps are extrapolated.
+        left_out: number of batch sizes that no time was left for.
+        stage: name of the pipeline stage that these costs are for, such as `pp0`.
     """
 
     seconds: float

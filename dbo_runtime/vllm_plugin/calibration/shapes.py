@@ -1,4 +1,4 @@
-"""Choose the dummy batches by which a model is measured."""
+"""Choose the dummy batches to measure a model with."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 
-GROWTH_FACTOR = 4  # from one size to the next
+GROWTH_FACTOR = 4  # ratio between a size and the next
 MIN_PREFILL_TOKENS = 8
-MAX_PREFILLS = 8  # in one batch
+MAX_PREFILLS = 8  # prefills in one batch
 SHORT_CONTEXT_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A batch of equal requests: new *tokens* of each, after *context* tokens that are in the KV cache already."""
+    """A batch of equal requests: *tokens* new tokens each, after *context* tokens that are already in the KV cache."""
 
     requests: int
     tokens: int
@@ -28,26 +28,26 @@ class Shape:
 
     @property
     def total(self) -> int:
-        """New tokens of all requests together."""
+        """New tokens of all requests."""
         return self.requests * self.tokens
 
     @property
     def is_single_prefill(self) -> bool:
-        """Whether it is one prompt with nothing in the KV cache."""
+        """Whether the batch is one prompt with nothing in the KV cache."""
         return self.requests == 1 and not self.context
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The tokens at which to cut it in two: in the middle; and so that nearly all tokens are in one part.
+        """The tokens to cut at to get two micro-batches: in the middle, and so that one gets nearly all tokens.
 
-        Between requests, or inside the only one, where both parts stay prefills.
+        Cuts are between requests, or inside a single request if both parts stay prefills.
         """
         unit, units = (self.tokens, self.requests) if self.requests > 1 else (1, self.tokens)
         least = 1 if self.requests > 1 else min(2, units // 2)
         return tuple(dict.fromkeys((units // 2 * unit, (units - least) * unit)))
 
     def measure_features(self, first: int = 0, last: int | None = None) -> BatchFeatures:
-        """Return the features of the tokens from *first* to *last*; a cut request's head is context to its tail."""
+        """Return the features of the tokens from *first* to *last*. A cut request's head is context for its tail."""
         last = self.total if last is None else last
         query_lens, context_lens = [], []
         for start in range(0, self.total, self.tokens):
@@ -58,16 +58,16 @@ class Shape:
         return measure_features(query_lens, context_lens)
 
     def measure_parts(self, cut: int) -> tuple[BatchFeatures, BatchFeatures]:
-        """Return the features of the two micro-batches of a cut."""
+        """Return the features of a cut's two micro-batches."""
         return self.measure_features(0, cut), self.measure_features(cut)
 
 
 def choose_shapes(limits: Limits) -> list[Shape]:
-    """Return the batches to measure: single prefills of all sizes first, so that a short calibration knows all sizes.
+    """Return the batches to measure: single prefills of all sizes first, so that a short calibration covers all sizes.
 
-    One prefill, which has as many query-key pairs as its tokens can have; several, which have few; one after a long
-    context; and decodes after a short and after a long one. Together they separate the fixed cost from the costs per
-    token, per pair and of the context. Of both, small ones come first.
+    These are: one prefill, with as many query-key pairs as its tokens can have; several prefills, with few pairs; a
+    prefill after a long context; and decodes after a short and after a long context. Together they separate the fixed
+    cost from the costs per token, per pair and of the context. In both groups, small batches come first.
     """
     longest = min(limits.tokens, limits.length, limits.blocks * limits.block_size)
     lengths = list(_grow(MIN_PREFILL_TOKENS, longest))
@@ -83,7 +83,7 @@ def choose_shapes(limits: Limits) -> list[Shape]:
 
 
 def _grow(first: int, last: int) -> Iterator[int]:
-    """Yield sizes from *first* on, growing, and *last*."""
+    """Yield growing sizes from *first* on, then *last*."""
     while first * 1.5 < last:
         yield first
         first *= GROWTH_FACTOR

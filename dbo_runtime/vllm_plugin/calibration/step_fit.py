@@ -1,4 +1,4 @@
-"""Fit what steps take in addition to their ops, and the errors of their predictions, from measured steps."""
+"""Fit the time of steps beyond that of their ops, and the errors of predicted steps, from measured steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.vllm_plugin.calibration.measurement import StepSample
 
-UPPER_QUARTILE = 0.75  # of the errors: the one that decisions take into account
+UPPER_QUARTILE = 0.75  # the quantile of errors that decisions take into account
 
-_Predicted = tuple[StepSample, float]  # and its predicted seconds
+_Predicted = tuple[StepSample, float]  # a step and its predicted seconds
 
 
 def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tuple[CostTable, dict[str, float]]:
-    """Return *table* with what steps take in addition to their ops, and the median relative errors by mode.
+    """Return *table* with the time of steps beyond that of their ops, and the median relative errors by mode.
 
-    Between sequential micro-batches all lanes are idle only while control passes from one to the next, or where the
-    host is late. What then remains of measured steps, less the predicted, is a constant and an amount per token (the
-    embedding, which is no op of the program, is reduced as well). The remaining error of split relative to unsplit
-    steps is unexplained: decisions take it into account.
+    Between sequential micro-batches, all lanes are idle only while control passes to the next one, or while the host is
+    late. The remaining difference of measured and predicted steps is a constant plus an amount per token (the
+    embedding, which is no op of the program, is also reduced). The remaining error of split relative to unsplit steps
+    is unexplained; decisions take it into account.
     """
     in_turn = lower((program,) * 2, sequential((program,) * 2))
     handovers = sum(bool(step.waits) for step in in_turn.instructions)
@@ -61,9 +61,9 @@ def fit_steps(table: CostTable, program: Program, steps: list[StepSample]) -> tu
 
 
 def find_issue(steps: Iterable[StepSample]) -> float:
-    """Return the seconds that the host takes for an op, of the batch for which it took least; 0 without any.
+    """Return the host's seconds per op, for the batch where they are lowest; 0 without any steps.
 
-    Of repeats the median counts. With large batches queues fill, and the host waits for the lanes.
+    Repeats count by their median. With large batches queues fill, and the host waits for the lanes.
     """
     by_loads = sorted(steps, key=lambda step: step.loads)
     repeats = groupby(by_loads, key=lambda step: step.loads)
@@ -71,15 +71,15 @@ def find_issue(steps: Iterable[StepSample]) -> float:
 
 
 def compute_split_error(unsplit: list[_Predicted], split: list[_Predicted]) -> float:
-    """Return by which share split steps took longer than predicted, relative to the unsplit step of the same turn.
+    """Return the share by which split steps took longer than predicted, relative to the same turn's unsplit step.
 
-    The upper quartile over turns, because uncertainty counts against splitting. A step is weighted by the time that it
-    takes: that is the cost of a wrong decision, and short steps scatter most.
+    This is the upper quartile over turns, because uncertainty counts against splitting. A step is weighted by its time:
+    that is the cost of a wrong decision, and short steps scatter most.
     """
     errors = sorted(
         ((split_step.seconds / unsplit_step.seconds) * (unsplit_seconds / split_seconds) - 1, unsplit_step.seconds)
         for (unsplit_step, unsplit_seconds), (split_step, split_seconds) in zip(unsplit, split, strict=True)
-        if split_seconds  # a prediction of nothing has no relative error
+        if split_seconds  # a prediction of 0 has no relative error
     )
     if not errors:
         return 0.0
@@ -91,7 +91,7 @@ def compute_split_error(unsplit: list[_Predicted], split: list[_Predicted]) -> f
 def fit_rest(predicted: list[_Predicted]) -> tuple[float, float]:
     """Return the seconds, and the seconds per token, that predictions lack: least squares of relative errors.
 
-    Of repeats the median counts. From steps of a single size only a constant is fitted.
+    Repeats count by their median. If all steps have one size, only a constant is fitted.
     """
     points = [
         (sum(load.tokens for load in loads), seconds, median(step.seconds for step, _ in group))

@@ -1,4 +1,4 @@
-"""What a recorded step says: how long each op took, and how long lanes waited for the host."""
+"""Read from a recorded step how long each op took, and how long lanes waited for the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dbo_runtime.planner.costs.samples import Sample
 
 
 def read_samples(timeline: Timeline, loads: Sequence[BatchFeatures]) -> list[Sample]:
-    """Return the spans of a timeline as samples, by micro-batch and op: their order in time differs between ranks."""
+    """Return a timeline's spans as samples, sorted by micro-batch and op: their order in time differs by rank."""
     measured = zip(timeline.spans, timeline.measure_concurrent(), timeline.find_queued(), strict=True)
     samples = {}
     for span, concurrent, was_queued in measured:
@@ -21,5 +21,5 @@ def read_samples(timeline: Timeline, loads: Sequence[BatchFeatures]) -> list[Sam
 
 
 def measure_late(timeline: Timeline) -> float:
-    """Return the seconds in which a lane could have gone on, but the host had not issued its next op."""
+    """Return the seconds in which a lane could have continued, but the host had not issued its next op."""
     return sum(gap.seconds for gap in find_gaps(timeline) if gap.cause == HOST)

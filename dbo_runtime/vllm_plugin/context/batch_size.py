@@ -1,4 +1,4 @@
-"""How large a step is, as far as vLLM has that at hand, before its requests are read."""
+"""The size of a step, as far as vLLM knows it before the step's requests are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BatchSize(NamedTuple):
-    """The size of a batch, as vLLM has it at hand; equal on all ranks of a step. Batches of a size may still differ."""
+    """The size of a batch, equal on all ranks of a step. Batches of the same size may still differ."""
 
     tokens: int
     requests: int
@@ -19,7 +19,7 @@ class BatchSize(NamedTuple):
 
 
 def count_tokens(context: ForwardContext, tokens: int) -> int:
-    """Return how many of a step's *tokens* tokens are not padding: none of a dummy batch, which an idle rank runs."""
+    """Return how many of a step's *tokens* tokens are not padding; 0 for a dummy batch, which an idle rank runs."""
     if not context.attn_metadata:
         return tokens if context.dp_metadata is None else 0
     sources = filter(None, map(get_source, context.attn_metadata.values()))

@@ -1,4 +1,4 @@
-"""Why a step cannot be split, by its forward context and the blocks of its KV cache."""
+"""Reasons not to split a step, from its forward context and the blocks of its KV cache."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
 NEEDED = ("block_table_tensor", "slot_mapping")
-"""Fields of the common metadata that vLLM slices without asking whether they are there."""
+"""Fields of the common metadata that vLLM slices without checking that they are set."""
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
 
 def check_mode(context: ForwardContext) -> Decline | None:
-    """Return why a step with this forward context is left to vLLM, even if it is not cut, or None."""
+    """Decline a forward context whose step is left to vLLM, even if it is not split; otherwise return None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
     if context.cudagraph_runtime_mode.name == "FULL":
@@ -35,7 +35,7 @@ def check_mode(context: ForwardContext) -> Decline | None:
 
 
 def check_capture(context: ForwardContext, platform: Platform, dispatch: str = "all_gather") -> Decline | None:
-    """Return why a step that vLLM runs to capture it, or right before, is left to vLLM, or None."""
+    """Decline a step that vLLM runs to capture it, or right before; otherwise return None."""
     if not isinstance(context.attn_metadata, dict):
         return Decline("attention metadata is split already")
     return platform.check_step(context, dispatch)
@@ -44,7 +44,7 @@ def check_capture(context: ForwardContext, platform: Platform, dispatch: str = "
 def check_context(
     context: ForwardContext, tokens: int, platform: Platform, dispatch: str = "all_gather"
 ) -> Decline | None:
-    """Return why a step with this forward context is not split, or None; *dispatch* is how its program does that."""
+    """Decline a step with this forward context, or return None. *dispatch* is its program's way to reach experts."""
     decline = check_mode(context)
     if decline is not None:
         return decline
@@ -55,7 +55,7 @@ def check_context(
 
 
 def check_agreed_context(context: ForwardContext, platform: Platform, dispatch: str = "all_gather") -> Decline | None:
-    """Return why a step is not split on all data parallel ranks, from what vLLM has made equal on them, or None."""
+    """Decline for all data parallel ranks, from data that vLLM has made equal on them; otherwise return None."""
     if context.dp_metadata is None:
         return Decline("no data parallel metadata")
     if context.cudagraph_runtime_mode.name != "NONE":
@@ -64,7 +64,7 @@ def check_agreed_context(context: ForwardContext, platform: Platform, dispatch: 
 
 
 def check_needed(common: CommonAttentionMetadata) -> Decline | None:
-    """Return what the common metadata of a step lacks that every slice of it needs, or None."""
+    """Decline if the step's common metadata lacks fields that every slice needs; otherwise return None."""
     if common.seq_lens_cpu_upper_bound is None:
         return Decline("attention metadata without sequence lengths on the host")
     lacking = [name for name in NEEDED if getattr(common, name, None) is None]
@@ -82,20 +82,21 @@ def check_prefix_cache(
 ) -> Decline | None:
     """Decline if a request reads cached blocks that a later micro-batch has yet to write.
 
-    A request can be admitted on a prefix-cache hit against blocks that another request of the same step computes.
-    Unsplit, every write of a layer comes before every read; split, the writer may be in a later micro-batch. vLLM's own
-    guard (`_allow_microbatching` in gpu_model_runner.py) is off unless its own micro-batching is on.
+    A request can be admitted on a prefix-cache hit against blocks that another request computes in the same step. In an
+    unsplit step, all writes of a layer come before all reads. In a split step, the writer may be in a later
+    micro-batch. vLLM's own guard (`_allow_microbatching` in gpu_model_runner.py) is off unless vLLM's own
+    micro-batching is on.
 
     Args:
         slices: the micro-batches.
-        query_starts: first token of each request, and the end [requests + 1].
-        seq_lens: tokens of each request after this step [requests].
-        block_table: KV blocks of each request [requests, blocks].
-        block_size: tokens a block.
-        assumed_drafts: by how many tokens *seq_lens* of decodes may be too long; those of prefills are exact. A request
-            with fewer new tokens than a prompt with drafts could have is taken for a decode.
-        window: how many tokens back layers read, where that is limited; None for all. Blocks before that may belong to
-            another request by now: the tables of model runners keep them.
+        query_starts: each request's first token, then the end [requests + 1].
+        seq_lens: each request's number of tokens after this step [requests].
+        block_table: each request's KV blocks [requests, blocks].
+        block_size: tokens per block.
+        assumed_drafts: number of tokens by which *seq_lens* of decodes may be too long; those of prefills are exact. A
+            request with fewer new tokens than a prompt with drafts could have counts as a decode.
+        window: number of tokens back that layers read; None if not limited. Earlier blocks may belong to another
+            request by now, because the tables of model runners keep them.
     """
     query_lens = np.diff(query_starts)
     computed = seq_lens - query_lens
@@ -110,7 +111,7 @@ def check_prefix_cache(
         for request in range(earlier.first_request, earlier.last_request):
             first = 0 if window is None else max(int(computed[request]) - window, 0) // block_size
             read = block_table[request, first : computed[request] // block_size]
-            own = written.get(request)  # of a request that is cut inside: its tail is no prefix of its head
+            own = written.get(request)  # set for a request that is cut inside: its tail is no prefix of its head
             if np.isin(read, by_all if own is None else np.setdiff1d(by_all, own)).any():
                 return Decline("a request reads prefix-cache blocks that a later micro-batch writes")
     return None
@@ -124,9 +125,9 @@ def _list_blocks_written_after(
     block_table: IntArray,
     block_size: int,
 ) -> dict[int, IntArray]:
-    """Return the KV blocks that the tokens from *token* on may be written to, by request.
+    """Return the KV blocks that the tokens from index *token* on may be written to, by request.
 
-    The lengths of the requests may be too long by *excess* [requests].
+    The requests' lengths may be too long by *excess* [requests].
     """
     blocks = {}
     for request, (start, end) in enumerate(pairwise(query_starts.tolist())):
@@ -138,20 +139,20 @@ def _list_blocks_written_after(
 
 
 def is_in_use(value: object) -> bool:
-    """Return whether a field is set: 0 and {} are not, any tensor is."""
+    """Return whether a field is set. 0 and {} do not count as set, any tensor does."""
     return value is not None and (bool(value) if isinstance(value, (int, dict)) else True)
 
 
 def get_extents(value: object) -> set[int]:
-    """Return the dimensions of an array, or the length of a list: those by which it could need to be sliced."""
+    """Return the dimensions of an array, or the length of a list: the sizes along which it could need slicing."""
     if isinstance(value, ARRAYS):
         return set(value.shape)
     return {len(value)} if isinstance(value, (list, tuple)) else set()
 
 
 def is_causal(metadata: AttentionMetadata) -> bool:
-    """Return whether tokens attend to earlier ones only; a layer's builder may say otherwise than the step's metadata.
+    """Return whether tokens attend only to earlier tokens. A layer's builder may differ from the step's metadata.
 
-    vLLM's PrefillPrefixLMAttention does, by which tokens of a prompt attend to all of it.
+    vLLM's PrefillPrefixLMAttention differs: some tokens of a prompt attend to the whole prompt.
     """
     return getattr(metadata, "causal", True) is not False

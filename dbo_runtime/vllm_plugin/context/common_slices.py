@@ -1,4 +1,4 @@
-"""The common attention metadata of slices, with every field that a platform has added."""
+"""The common attention metadata of slices, including every field that a platform has added."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def slice_common(
     common: CommonAttentionMetadata, slices: Sequence[BatchSlice], sliced: Fields
 ) -> list[CommonAttentionMetadata]:
-    """Return the common metadata of each slice, of the same class; *sliced* says how each field is sliced."""
+    """Return the common metadata of each slice, of the same class as *common*, by the rules *sliced*."""
     parts = []
     for piece, part in zip(slices, slice_common_metadata(common, slices), strict=True):
         changed = {name: getattr(part, name) for name in sliced.split if hasattr(part, name)}
@@ -35,7 +35,7 @@ def slice_common(
 
 
 def drop_padding(slices: Sequence[BatchSlice], common: CommonAttentionMetadata) -> list[BatchSlice]:
-    """Return the slices as far as there are requests in them."""
+    """Return the slices, cut to the tokens that requests have."""
     tokens, requests = common.num_actual_tokens, common.num_reqs
     kept = (piece for piece in slices if piece.first_token < tokens)
     return [replace(p, last_request=min(p.last_request, requests), last_token=min(p.last_token, tokens)) for p in kept]

@@ -1,4 +1,4 @@
-"""Whether forward contexts of micro-batches fit their step, before kernels rely on them in a step that is compared."""
+"""Check, in a step that is compared, that micro-batches' forward contexts fit the step before kernels rely on them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 def find_problem(step: ForwardContext, contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice]) -> str:
-    """Return what does not fit, with micro-batch, layer and figures; empty if everything does.
+    """Return the first thing that does not fit, with micro-batch, layer and figures; empty if everything fits.
 
-    Attention kernels read metadata without asking: they crash, read others' memory, or give wrong results, where it is
-    wrong. What a slice needs follows from the metadata of the *step*. Backends name their fields alike where they have
-    them; a backend without a field is not checked for it, but what it was built from is.
+    Attention kernels do not check their metadata. If it is wrong, they crash, read memory of others, or give wrong
+    results. The metadata of the *step* determines what each slice must have. Backends that have a field use the same
+    name for it. A backend without a field is not checked for it, but the inputs that its metadata was built from are.
     """
     for number, (context, piece) in enumerate(zip(contexts, slices, strict=True)):
         seen: set[int] = set()
         for layer, metadata in (context.attn_metadata or {}).items():
-            if id(metadata) not in seen:  # layers share them
+            if id(metadata) not in seen:  # layers share metadata
                 seen.add(id(metadata))
                 for problem in _list_problems(step, context, layer, piece):
                     return (
@@ -39,14 +39,14 @@ def find_problem(step: ForwardContext, contexts: Sequence[ForwardContext], slice
 
 
 def _list_problems(step: ForwardContext, context: ForwardContext, layer: str, piece: BatchSlice) -> Iterator[str]:
-    """Yield what of a layer does not fit a slice: in itself, and next to the step."""
+    """Yield what does not fit a slice for one layer: within its metadata, or compared with the step's."""
     part, whole = context.attn_metadata[layer], step.attn_metadata[layer]
     yield from _list_contradictions(part, piece)
     source, source_of_step = get_source(part), get_source(whole)
-    caches = source is None or has_cache(source.builder.kv_cache_spec)  # else slots are what a builder makes of them
+    caches = source is None or has_cache(source.builder.kv_cache_spec)  # otherwise the builder decides about slots
     yield from _list_differences(whole, part, piece, caches, caches)
     if source is not None and source_of_step is not None:
-        keeps_places = has_states(source.builder)  # all pieces of a request keep its state in one block
+        keeps_places = has_states(source.builder)  # all parts of a request keep its state in one block
         has_table = caches and not keeps_places
         yield from _list_differences(source_of_step.common, source.common, piece, caches, has_table)
     slots = context.slot_mapping.get(layer) if caches else None
@@ -55,7 +55,7 @@ def _list_problems(step: ForwardContext, context: ForwardContext, layer: str, pi
 
 
 def _list_contradictions(metadata: AttentionMetadata, piece: BatchSlice) -> Iterator[str]:
-    """Yield what does not fit a slice. There may be padding: fewer tokens than the slice has, and more requests."""
+    """Yield values that do not fit a slice. With padding, it may have fewer tokens than the slice, or more requests."""
     actual = getattr(metadata, "num_actual_tokens", None)
     limit = piece.size
     if isinstance(actual, int):
@@ -75,22 +75,22 @@ def _list_contradictions(metadata: AttentionMetadata, piece: BatchSlice) -> Iter
 
 
 def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_slots: bool, has_table: bool) -> Iterator[str]:
-    """Yield which fields of a slice's metadata are not those that follow from the metadata of the step.
+    """Yield the fields of a slice's metadata that do not follow from the step's metadata.
 
-    Both are a backend's metadata, or both the common metadata that it was built from.
+    Both are a backend's metadata, or both are the common metadata that it was built from.
     """
     starts, own_starts = _get_starts(whole), _get_starts(part)
     if starts is not None:
         edges = starts[piece.first_request : piece.last_request + 1]
         if own_starts is not None:
             inside = edges.clamp(piece.first_token, piece.last_token) - piece.first_token
-            requests = int((inside.diff() > 0).sum())  # without padding, which is the step's last request
+            requests = int((inside.diff() > 0).sum())  # excludes padding, which is the step's last request
             if len(own_starts) - 1 < requests:
                 yield f"it has {len(own_starts) - 1} requests, of {requests}"
             yield from _compare_rows("starts of queries", inside, own_starts)
         lengths, own_lengths = getattr(whole, "seq_lens", None), getattr(part, "seq_lens", None)
         if isinstance(lengths, torch.Tensor) and isinstance(own_lengths, torch.Tensor):
-            later = (edges[1:] - piece.last_token).clamp(min=0)  # tokens of a cut request that come after this slice
+            later = (edges[1:] - piece.last_token).clamp(min=0)  # tokens of a cut request after this slice
             ends = lengths.cpu()[piece.requests][: len(later)] - later
             yield from _compare_rows("lengths of sequences", ends, own_lengths)
     slots, own_slots = getattr(whole, "slot_mapping", None), getattr(part, "slot_mapping", None)
@@ -99,15 +99,15 @@ def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_slots: bool,
     for name in ("block_table", "block_table_tensor") if has_table else ():
         table, own_table = getattr(whole, name, None), getattr(part, name, None)
         if isinstance(table, torch.Tensor) and isinstance(own_table, torch.Tensor):
-            width = min(table.shape[-1], own_table.shape[-1])  # backends leave out columns of blocks that are not there
+            width = min(table.shape[-1], own_table.shape[-1])  # backends leave out columns of missing blocks
             yield from _compare_rows("blocks", table[piece.requests, :width], own_table[:, :width])
     causal, own_causal = getattr(whole, "causal", None), getattr(part, "causal", None)
     if isinstance(causal, bool) and isinstance(own_causal, bool) and causal is not own_causal:
-        yield f"causal is {own_causal}, of a step in which it is {causal}"
+        yield f"causal is {own_causal}, but {causal} in the step"
 
 
 def _compare_rows(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Iterator[str]:
-    """Yield the first row that differs; either may have more rows, of padding."""
+    """Yield the first row that differs. Either side may have more rows, as padding."""
     count = min(len(expected), len(actual))
     expected, actual = expected[:count].cpu(), actual[:count].cpu()
     differs = (expected != actual).reshape(count, -1).any(dim=1)
@@ -117,6 +117,6 @@ def _compare_rows(what: str, expected: torch.Tensor, actual: torch.Tensor) -> It
 
 
 def _get_starts(metadata: Any) -> torch.Tensor | None:
-    """Return where queries start, on the host [requests + 1]; None if that is not said."""
+    """Return the start of each query, on the host [requests + 1]; None if the metadata does not say."""
     starts = getattr(metadata, "query_start_loc", None)
     return starts.cpu() if isinstance(starts, torch.Tensor) and starts.dim() == 1 and len(starts) > 1 else None

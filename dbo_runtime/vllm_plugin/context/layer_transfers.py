@@ -1,7 +1,7 @@
-"""The layer hooks of a KV connector in a split step: called as in an unsplit one, once for each layer.
+"""The layer hooks of a KV connector in a split step, called as in an unsplit step: once per layer.
 
-A split step runs the attention of a layer once for each micro-batch, and vLLM calls the connector's hooks each time.
-A connector that counts calls, or that saves a layer when it is told to, must not see that.
+A split step runs a layer's attention once per micro-batch, and vLLM calls the connector's hooks each time. A connector
+that counts calls, or saves a layer on each call, must not see the extra calls.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ WAIT, WRITTEN, SAVE = "wait_for_layer_load", "on_kv_cache_written", "save_kv_lay
 
 
 class LayerTransfers:
-    """Stands in for a connector while a split step runs, and passes on what it would be told in an unsplit one.
+    """Stands in for a connector while a split step runs, and forwards the calls that an unsplit step would make.
 
-    For each layer that is one wait, before the attention of the first micro-batch, and one save with the metadata of
-    the whole step, after the attention of the last; so is vllm-ascend's third hook, for a cache that is written. The
-    layers take turns, as in an unsplit step. What else a connector has is passed on as it is.
+    For each layer this is one wait, before the first micro-batch's attention, and one save with the metadata of the
+    whole step, after the last micro-batch's attention. vllm-ascend's third hook, for a written cache, is treated like
+    the save. Layers take turns, as in an unsplit step. All other attributes of the connector are passed through.
 
     Args:
         agent: the connector.
-        metadata: attention metadata of the whole step, by layer.
-        contexts: forward contexts of the micro-batches; those without attention metadata call no hooks.
+        metadata: the whole step's attention metadata, by layer.
+        contexts: the micro-batches' forward contexts; those without attention metadata call no hooks.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class LayerTransfers:
         self._numbers = {id(context): number for number, context in enumerate(contexts)}
         self._attending = [number for number, context in enumerate(contexts) if context.attn_metadata]
         self._finished: set[str] = set()
-        self._layer = ""  # whose turn it is; empty between two of them
-        self._attended = 0  # micro-batches that have attended in that layer
-        self._called: list[str] = []  # hooks that the next one has called
+        self._layer = ""  # the layer whose turn it is; empty between two layers
+        self._attended = 0  # number of micro-batches that have attended in that layer
+        self._called: list[str] = []  # hooks that the next micro-batch has called
         self._waited = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for a layer, if no micro-batch has yet.
+        """Wait for a layer, unless a micro-batch has already done so.
 
         Raises:
-            TransferError: if it is not the turn of this layer and micro-batch.
+            TransferError: it is not the turn of this layer and micro-batch.
         """
         self._check_turn(WAIT, layer_name)
         if not self._waited:
@@ -66,22 +66,22 @@ class LayerTransfers:
             self._agent.wait_for_layer_load(layer_name)
 
     def on_kv_cache_written(self, layer_name: str = "") -> None:
-        """Tell a connector that takes this hook that the cache of a layer has the whole step.
+        """Tell a connector that has this hook that a layer's cache has the whole step.
 
         Raises:
-            TransferError: if it is not the turn of this layer and micro-batch.
+            TransferError: it is not the turn of this layer and micro-batch.
         """
         self._check_turn(WRITTEN, layer_name)
         if self._is_last and hasattr(self._agent, WRITTEN):
             self._agent.on_kv_cache_written(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Save a layer [cache of the layer], if all micro-batches have attended.
+        """Save a layer [cache of the layer] once all micro-batches have attended.
 
-        Attention metadata is passed on in the form in which it is given: of the layer, or, by vllm-ascend, of all.
+        Attention metadata is forwarded in the form it came in: for the layer, or, from vllm-ascend, for all layers.
 
         Raises:
-            TransferError: if it is not the turn of this layer and micro-batch.
+            TransferError: it is not the turn of this layer and micro-batch.
         """
         self._check_turn(SAVE, layer_name)
         if self._is_last:
@@ -98,7 +98,7 @@ class LayerTransfers:
         """Check that no layer is left unsaved.
 
         Raises:
-            TransferError: if one is.
+            TransferError: a layer is left unsaved.
         """
         if self._layer:
             raise self._make_error(f"the step ended before {self._layer} was saved")
@@ -108,7 +108,7 @@ class LayerTransfers:
         return self._attended == len(self._attending) - 1
 
     def _check_turn(self, hook: str, layer: str) -> None:
-        """Check that *layer* may call *hook* now, from the current micro-batch; begin its turn if it has not begun."""
+        """Check that *layer* may call *hook* now, from the current micro-batch. Begin the layer's turn if necessary."""
         if layer not in self._metadata:
             raise self._make_error(f"{hook} of {layer!r}, a layer that has no attention metadata in this step")
         if layer in self._finished:
@@ -132,10 +132,10 @@ class LayerTransfers:
 
 @contextmanager
 def transfer_once(step: ForwardContext, contexts: Sequence[ForwardContext]) -> Iterator[None]:
-    """Call the connector's layer hooks as an unsplit step would, while the micro-batches of a step run.
+    """While a step's micro-batches run, call the connector's layer hooks as an unsplit step would.
 
     Raises:
-        TransferError: if hooks are called out of turn.
+        TransferError: hooks are called out of turn.
     """
     agent = get_agent()
     if agent is None or not step.attn_metadata:
@@ -149,7 +149,7 @@ def transfer_once(step: ForwardContext, contexts: Sequence[ForwardContext]) -> I
 
 
 def check_turns(schedule: Schedule) -> Decline | None:
-    """Decline an issue order in which a micro-batch attends in a layer before all have attended in the last one."""
+    """Decline an issue order that lets a micro-batch attend in a layer before all have attended in the previous one."""
     if keeps_layers(each.op for each in schedule.instructions):
         return None
     return Decline("the KV connector takes one layer after the other", "DBO_POLICY=optimal and alternate issue them so")

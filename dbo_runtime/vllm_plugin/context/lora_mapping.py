@@ -1,4 +1,4 @@
-"""Which LoRA adapter each token of a micro-batch uses."""
+"""The LoRA adapter that each token of a micro-batch uses."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class LoraMapping:
-    """vLLM's mapping of the tokens of a step to adapters.
+    """vLLM's mapping from a step's tokens to adapters.
 
-    All layers read one punica wrapper, which vLLM updates only where a step's mapping differs from the last one. So
-    while a micro-batch runs, the wrapper has the state of a slice, and afterwards again that of the step.
+    All layers read one punica wrapper, which vLLM updates only if a step's mapping differs from the previous one. While
+    a micro-batch runs, the wrapper therefore has the state of a slice; afterwards it has the step's state again.
 
     Args:
-        wrapper: that the layers read.
+        wrapper: the punica wrapper that the layers read.
     """
 
     def __init__(self, wrapper: PunicaWrapperBase) -> None:
         self._wrapper = wrapper
 
     def check(self, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens is not split, or None."""
+        """Decline a step of *tokens* tokens if the mapping does not fit it; otherwise return None."""
         mapped = count_mapped_tokens(self._wrapper)
         if mapped != tokens:
             return Decline("LoRA mapping of another batch", f"{mapped} tokens are mapped, {tokens} are run")
@@ -37,12 +37,12 @@ class LoraMapping:
 
     @contextmanager
     def split(self, slices: Sequence[BatchSlice]) -> Iterator[Callable[[int], None]]:
-        """Yield a function that selects the adapters of a micro-batch, by its number."""
+        """Yield a function that selects the adapters of a micro-batch, given its index."""
         step = vars(self._wrapper)
         parts = [vars(slice_wrapper(self._wrapper, piece.tokens)) for piece in slices]
 
         def select(micro_batch: int) -> None:
-            self._wrapper.__dict__ = parts[micro_batch]  # an assignment: this runs at every switch between them
+            self._wrapper.__dict__ = parts[micro_batch]  # a plain assignment: this runs at every switch
 
         select(0)
         try:
@@ -52,7 +52,7 @@ class LoraMapping:
 
 
 def make_lora_mapping(model: torch.nn.Module) -> LoraMapping | Decline | None:
-    """Return the mapping that a model's layers read, or why it cannot be split; None without LoRA."""
+    """Return the mapping that a model's layers read, or a decline if it cannot be split; None without LoRA."""
     wrappers = list_wrappers(model)
     if not wrappers:
         return None

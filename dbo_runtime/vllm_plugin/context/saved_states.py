@@ -1,7 +1,7 @@
-"""What a step changes and does not only write, saved so that the step can run a second time.
+"""Data that a step reads and overwrites, saved so that the step can run a second time.
 
-A cache that is written by slot holds the same after a second run. A state of linear attention, or a ring of the latest
-tokens, is read and then overwritten: a second run would begin with what the first has left.
+A cache written by slot has the same contents after a second run. A state of linear attention, or a ring of the latest
+tokens, is read and then overwritten, so a second run would start from the contents that the first has left.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dbo_runtime.vllm_plugin.api.metadata_source import MetadataSource, get_sour
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
 
-_BLOCKS_BEFORE = 1  # lengths on the host may be too long by the drafts of a step, so a state may be a block before
+_BLOCKS_BEFORE = 1  # the host's lengths may be too long by a step's drafts, so a state may be one block earlier
 
 
 class SavedStates:
-    """Holds what the requests of a step have in caches that its layers change in place.
+    """Saves the contents of caches that a step's layers change in place, for the step's requests.
 
     Args:
-        context: the forward context of the step, before it runs. A dummy batch has nothing to save.
+        context: the step's forward context, before it runs. A dummy batch has nothing to save.
     """
 
     def __init__(self, context: ForwardContext) -> None:
@@ -35,13 +35,13 @@ class SavedStates:
         ]
 
     def restore(self) -> None:
-        """Let the caches hold that again. Call it before each further run of the step."""
+        """Write the saved contents back. Call this before each further run of the step."""
         for each in self._saved:
             each.restore()
 
 
 def _list_changed(context: ForwardContext) -> Iterator[tuple[MetadataSource, torch.Tensor]]:
-    """Yield the source of each group of layers that change caches in place, with the blocks they change [blocks]."""
+    """Yield the source of each group of layers that change caches in place, with the changed blocks [blocks]."""
     if not isinstance(context.attn_metadata, dict):
         return
     for metadata in list_distinct(context.attn_metadata.values()):
@@ -51,9 +51,9 @@ def _list_changed(context: ForwardContext) -> Iterator[tuple[MetadataSource, tor
 
 
 def _list_blocks(source: MetadataSource) -> torch.Tensor:
-    """Return the blocks that a step may change [blocks]: from that of each request's first token to its last ones.
+    """Return the blocks that a step may change [blocks]: from each request's first token's block to its last blocks.
 
-    What a request speculates on is in the blocks after that of its last token.
+    Speculative states of a request are in the blocks after the one of its last token.
     """
     common, spec = source.common, source.builder.kv_cache_spec
     requests, size = common.num_reqs, spec.block_size

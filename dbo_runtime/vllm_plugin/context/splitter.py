@@ -1,7 +1,7 @@
-"""Attention metadata and forward context of each micro-batch.
+"""The attention metadata and the forward context of each micro-batch.
 
-Metadata is rebuilt, not split: the common metadata is sliced, then the backend's own builder builds for each slice.
-Slicing the built metadata field by field is what broke vllm-ascend #941 release after release.
+Metadata is rebuilt, not split: the common metadata is sliced, then the backend's own builder builds each slice's
+metadata. Slicing the built metadata field by field is what broke vllm-ascend #941 release after release.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 
 
 class ContextSplitter:
-    """Makes one forward context per micro-batch from that of the step.
+    """Makes one forward context per micro-batch from the step's.
 
     Args:
-        platform: that vLLM serves on.
-        vllm_config: of the engine.
-        runner: the model runner, whose block tables on the host save a copy from the device.
-        dispatch: how the model's program sends tokens to experts; see `RankContext`.
+        platform: the platform that vLLM serves on.
+        vllm_config: vLLM's configuration of the engine.
+        runner: the model runner; its block tables on the host avoid a copy from the device.
+        dispatch: way that the model's program sends tokens to experts; see `RankContext`.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class ContextSplitter:
         self._vllm_config = vllm_config
         self._runner = runner
         self._builders: dict[int, tuple[AttentionMetadataBuilder, list[AttentionMetadataBuilder]]] = {}
-        self._unknown: dict[type, tuple[str, ...]] = {}  # fields by class of the common metadata
+        self._unknown: dict[type, tuple[str, ...]] = {}  # unknown fields, by class of the common metadata
 
     def read_batch(self, context: ForwardContext, tokens: int) -> Batch | Decline:
-        """Return the sizes to decide by, or why this step cannot be split."""
+        """Return the batch to decide by, or a decline if this step cannot be split."""
         if not context.attn_metadata:
             if context.dp_metadata is None:
                 return Decline("no attention metadata (profiling or dummy run)")
-            return Batch((tokens,), 0)  # a dummy batch, which keeps an idle rank in step with the others
+            return Batch((tokens,), 0)  # a dummy batch, which keeps an idle rank in step with others
         decline = check_context(context, tokens, self.platform, self.dispatch)
         decline = decline or self._check_context_data(context, tokens)
         if decline is not None:
@@ -100,7 +100,7 @@ class ContextSplitter:
         return self._describe(sources, tokens, all(map(is_causal, distinct)))
 
     def read_size(self, context: ForwardContext, tokens: int) -> BatchSize | None:
-        """Return the size of a step's batch without reading its requests; None if its metadata is of unknown origin."""
+        """Return the size of a step's batch without reading its requests; None if its metadata has no known source."""
         metadata = next(iter(context.attn_metadata.values()), None) if type(context.attn_metadata) is dict else None
         source = None if metadata is None else get_source(metadata)
         if source is None:
@@ -114,10 +114,10 @@ class ContextSplitter:
         sizes: Sequence[Sequence[int]] = (),
         only: int | None = None,
     ) -> list[ForwardContext] | Decline:
-        """Return a forward context for each slice, or for the *only* one of that number; the one given stays as it is.
+        """Return a forward context per slice, or only for slice number *only*. The given context stays unchanged.
 
         *sizes* are the tokens of every data parallel rank in each micro-batch [micro-batches][ranks]. A single slice is
-        the step itself, and keeps all of its context.
+        the step itself, and keeps its whole context.
         """
         if len(slices) == 1:
             return [copy_unsplit(context)]
@@ -134,7 +134,7 @@ class ContextSplitter:
         contexts = []
         for number in numbers:
             own = {layer: rebuilt[id(metadata)].get(number) for layer, metadata in metadata_of.items()}
-            is_dummy = not own or None in own.values()  # a slice of padding only is run as a dummy batch is
+            is_dummy = not own or None in own.values()  # a slice with only padding runs like a dummy batch
             part_sizes = sizes[number] if sizes else ()
             part = slice_context(context, slices[number], None if is_dummy else own, part_sizes)
             self.platform.complete_context(part, slices[number], part_sizes)
@@ -146,20 +146,20 @@ class ContextSplitter:
         starts = common.query_start_loc_cpu.tolist()
         query_lens = tuple(map(sub, starts[1:], starts))
         drafts = count_drafts(self._vllm_config)
-        decode_len = 1 + drafts  # backends may take longer queries by their kernel for decodes: those stay prefills
+        decode_len = 1 + drafts  # longer queries are prefills, even if a backend runs them as decodes
         is_decode = max(query_lens) <= decode_len
         prefill = 0 if is_decode else sum(length for length in query_lens if length > decode_len)
         cuttable = causal and all(self._can_cut_requests(source) for source in sources)
         seq_lens = common.seq_lens_cpu_upper_bound.tolist()[: len(query_lens)]
         context_lens = tuple(map(sub, seq_lens, query_lens))
-        if min(context_lens) < 0:  # of padding
+        if min(context_lens) < 0:  # lengths of padding
             context_lens = tuple(max(length, 0) for length in context_lens)
         keeps_states = any(has_states(source.builder) for source in sources)
         cuts_decodes = drafts == 0 or (self.platform.cuts_decodes and not keeps_states)
         return Batch(query_lens, prefill, cuttable, decode_len, context_lens, cuts_decodes).pad(tokens)
 
     def _can_cut_requests(self, source: MetadataSource) -> bool:
-        """Return whether a request may be cut: its tail reads what its head has cached, in layers that have a cache."""
+        """Return whether a request may be cut: its tail reads keys its head has cached, in layers that have a cache."""
         cached = has_cache(source.builder.kv_cache_spec)
         return cached and self.platform.can_cut_requests(source.common, self._vllm_config)
 
@@ -170,9 +170,9 @@ class ContextSplitter:
         shared: Sequence[dict[Any, Any]],
         numbers: Sequence[int],
     ) -> dict[int, AttentionMetadata | None] | Decline:
-        """Return the metadata of the slices of these *numbers*, but for those of padding only.
+        """Return the metadata of the slices with these *numbers*, except slices with only padding.
 
-        *shared* is, for each slice, what its builders leave for each other.
+        *shared* holds, for each slice, the data that its builders leave for each other.
         """
         source = _get_known_source(metadata)
         if isinstance(source, Decline):
@@ -182,7 +182,7 @@ class ContextSplitter:
         decline = self._check_prefix_cache(source, slices)
         if decline is not None:
             return decline
-        if not has_cache(source.builder.kv_cache_spec):  # vLLM's CPU builder writes slots, which slices share with it
+        if not has_cache(source.builder.kv_cache_spec):  # vLLM's CPU builder writes slots that slices share with it
             common = replace(common, slot_mapping=common.slot_mapping.clone())
         builders = self._get_builders(source, len(slices))
         if isinstance(builders, Decline):
@@ -208,7 +208,7 @@ class ContextSplitter:
         return built
 
     def _check_prefix_cache(self, source: MetadataSource, slices: Sequence[BatchSlice]) -> Decline | None:
-        """Decline if layers read cached blocks that a later slice writes; those without a cache read none."""
+        """Decline if layers read cached blocks that a later slice writes. Layers without a cache read none."""
         common, spec = source.common, source.builder.kv_cache_spec
         if not has_cache(spec):
             return None
@@ -224,9 +224,10 @@ class ContextSplitter:
         )
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
-        """Return the KV blocks of each request [requests, blocks] and their size, from the host if it has them.
+        """Return each request's KV blocks [requests, blocks] and the block size, from the host if possible.
 
-        With decode context parallel, ranks have a block each under one number, and tokens in all of them.
+        With decode context parallelism, each rank has a block under the same number, and its tokens are spread over
+        them.
         """
         known = read_block_table(self._runner, source.layer_names)
         if known is None:
@@ -234,14 +235,14 @@ class ContextSplitter:
         return known[0], known[1] * self._vllm_config.parallel_config.decode_context_parallel_size
 
     def _check_context_data(self, context: ForwardContext, tokens: int) -> Decline | None:
-        """Decline if the context, or what a platform put into it, has data per token that would not be sliced."""
+        """Decline if the context, including a platform's additions, has per-token data that would not be sliced."""
         for name, value in get_data(context).items():
             if isinstance(value, ARRAYS) and name not in self.platform.sliced_tensors and tokens in value.shape:
                 return Decline("unknown per-token data in the forward context", name)
         return None
 
     def _check_common(self, source: MetadataSource, tokens: int) -> Decline | None:
-        """Decline if the common metadata holds what cannot be sliced."""
+        """Decline if the common metadata has data that cannot be sliced."""
         common, sliced = source.common, self.platform.fields
         if source.common_prefix_len:
             return Decline("cascade attention")
@@ -262,7 +263,7 @@ class ContextSplitter:
         return None
 
     def _list_unknown(self, common: CommonAttentionMetadata) -> tuple[str, ...]:
-        """Return the fields of the common metadata that are not known to be sliced; remembered for its class."""
+        """Return the fields of the common metadata that no slicing rule covers. Cached by class."""
         kind = type(common)
         if kind not in self._unknown:
             known = self.platform.fields.known
@@ -272,11 +273,11 @@ class ContextSplitter:
     def _get_builders(self, source: MetadataSource, count: int) -> list[AttentionMetadataBuilder] | Decline:
         """Return a separate builder for each micro-batch.
 
-        Builders keep state between build and forward (prefill backends, persistent index buffers), so neither two
+        Builders keep state between build and forward (prefill backends, persistent index buffers). Neither two
         micro-batches nor a micro-batch and the unsplit step may share one. vLLM's own micro-batching does the same.
         """
         builder = source.builder
-        _, own = self._builders.setdefault(id(builder), (builder, []))  # holding it keeps its id from being reused
+        _, own = self._builders.setdefault(id(builder), (builder, []))  # holding it keeps its id from reuse
         try:
             with set_current_vllm_config(self._vllm_config):
                 while len(own) < count:

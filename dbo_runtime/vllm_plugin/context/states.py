@@ -1,6 +1,6 @@
-"""States of linear attention: one a request, which its tokens update in turn.
+"""States of linear attention: one per request, updated by its tokens in turn.
 
-The head of a cut request leaves in its state what its tail goes on from, as it does in the KV cache.
+The head of a cut request leaves the state that its tail continues from, as it does in the KV cache.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dbo_runtime.decline import Decline
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-DECODE_LEN = 1  # of builders for linear attention, which know decodes with drafts by other means
-DRAFTS = "num_decode_draft_tokens_cpu"  # of each request; negative where none are verified
-PER_REQUEST = ("num_accepted_tokens", DRAFTS)  # arguments of such a build
-COUNT = "num_actual_reqs"  # vllm-ascend's argument: those after them pad the batch
-SHARED = "common_ratio_to_sas_metadata"  # vllm-ascend's argument: what its builders of a step leave for each other
-ALIGNED = "align"  # with prefix caching, states are kept at ends of blocks
+DECODE_LEN = 1  # builders for linear attention recognize decodes with drafts by other means
+DRAFTS = "num_decode_draft_tokens_cpu"  # one entry per request; negative if no drafts are verified
+PER_REQUEST = ("num_accepted_tokens", DRAFTS)  # per-request arguments of such a build
+COUNT = "num_actual_reqs"  # vllm-ascend's argument: later requests are padding
+SHARED = "common_ratio_to_sas_metadata"  # vllm-ascend's argument: data that a step's builders leave for each other
+ALIGNED = "align"  # with prefix caching, states are kept at the ends of blocks
 
 
 def has_states(builder: AttentionMetadataBuilder) -> bool:
-    """Return whether a builder is for layers that keep a state of each request, not a cache of its tokens."""
+    """Return whether a builder is for layers that keep one state per request, not a cache of its tokens."""
     return isinstance(builder.kv_cache_spec, MambaSpec)
 
 
 def slice_arguments(
     arguments: dict[str, Any], piece: BatchSlice, shared: dict[Any, Any] | None = None
 ) -> dict[str, Any] | Decline:
-    """Return the arguments of a build for a slice: those that tell of each request are sliced.
+    """Return a build's arguments for a slice. Arguments with one entry per request are sliced.
 
-    *shared* is what builders for this slice leave for each other, in the place of what those of the step have left.
+    *shared* replaces the data that the step's builders left for each other, for this slice's builders.
     """
     unknown = [name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name not in PER_REQUEST]
     if unknown:
@@ -51,10 +51,10 @@ def slice_arguments(
 
 
 def check_starts(parts: Sequence[CommonAttentionMetadata]) -> Decline | None:
-    """Decline if a micro-batch takes the start of a prompt for a decode, which reads the state of its request.
+    """Decline if a micro-batch would treat the start of a prompt as a decode, which reads its request's state.
 
-    Builders take leading requests for decodes if they have one token. A prompt that starts has no state yet: what is in
-    its place may be another request's. A single part is described as the step is.
+    Builders treat leading requests of one token as decodes. A prompt that starts has no state yet, and the place of its
+    state may hold another request's. A single part is described like the whole step.
     """
     for part in parts if len(parts) > 1 else ():
         queries = part.query_start_loc_cpu.diff()
@@ -68,9 +68,9 @@ def check_starts(parts: Sequence[CommonAttentionMetadata]) -> Decline | None:
 def check_drafts(
     common: CommonAttentionMetadata, slices: Sequence[BatchSlice], arguments: Mapping[str, Any]
 ) -> Decline | None:
-    """Decline if a decode is cut inside whose drafts are verified: it keeps a state for each of its tokens.
+    """Decline if a decode whose drafts are verified is cut inside, because it keeps a state for each of its tokens.
 
-    Planners do not cut there, but data parallel ranks that agree on sizes alone may.
+    Planners do not cut there, but data parallel ranks may, because they agree on sizes alone.
     """
     drafts, starts = arguments.get(DRAFTS), common.query_start_loc_cpu
     if drafts is None:
@@ -88,10 +88,10 @@ def keep_places(
     parts: Sequence[CommonAttentionMetadata],
     block_size: int,
 ) -> list[CommonAttentionMetadata]:
-    """Return *parts* in which all pieces of a request keep its state in one place: the block that the step ends in.
+    """Return *parts* changed so that all parts of a request keep its state in one block, where the step's end is.
 
-    By the lengths of its pieces, builders would look for it in others (`mamba_get_block_table_tensor`); vLLM's runner
-    copies the state to that block before the step.
+    From the lengths of the parts, builders would look in other blocks (`mamba_get_block_table_tensor`). vLLM's runner
+    copies the state to the block of the step's end before the step.
     """
     placed = []
     for piece, part in zip(slices, parts, strict=True):

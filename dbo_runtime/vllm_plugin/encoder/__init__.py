@@ -1,1 +1,1 @@
-"""The vision encoder: its forward, its program, and sequence lengths that the host knows."""
+"""The vision encoder: its forward, its program, and sequence lengths known on the host."""

@@ -1,4 +1,4 @@
-"""The forward of a vision encoder: split at the boundaries of images where that pays, vLLM's own otherwise."""
+"""The forward of a vision encoder: split at image boundaries if that is faster, otherwise vLLM's own."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ RESULTS = "embeddings of images"
 
 
 class SplitEncoder:
-    """Replace the `forward` of a loaded encoder instance.
+    """Replaces the `forward` of a loaded encoder instance.
 
-    Each image, or video, is a request whose tokens are its patches, and is not cut. All ranks that share the encoder
-    get the same images, so all decide alike.
+    Each image or video is a request, and its patches are the tokens. It is not cut. All ranks that share the encoder
+    get the same images, so they all decide alike.
 
     Args:
-        encoder: the module.
-        adapter: of its class.
-        runtime: runs plans.
-        transport: how ranks communicate; see `Platform.get_transport`.
-        agreement: the agreement of the ranks that share the encoder, about forwards that are compared.
-        metrics: counts forwards; None on ranks that do not count.
-        group: the ranks that share the encoder, which tell each other whether the first split forward fails; None if
-            its error is to be raised.
+        encoder: the encoder module.
+        adapter: the adapter for its class.
+        runtime: the runtime that runs plans.
+        transport: means of communication between the ranks; see `Platform.get_transport`.
+        agreement: the agreement of the ranks that share the encoder, for forwards that are compared.
+        metrics: the counts of forwards; None on ranks that do not count.
+        group: coordinator of the ranks that share the encoder, which tell each other if the first split forward fails;
+            None to raise its error instead.
 
     Attributes:
-        choose_cuts: if set, cut before these images, whatever the settings say.
-        first_steps: compares first forwards; None where that is not needed.
-        refusal: why no forward is split: the first one failed; None if forwards are.
+        choose_cuts: function that returns the images to cut before, whatever the settings say; None if not set.
+        first_steps: the comparison of first forwards; None if not needed.
+        refusal: reason why no forward is split, after the first one failed; None while forwards are split.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SplitEncoder:
         self.first_steps: FirstSteps | None = None
         self.refusal: Decline | None = None
         self._group = group
-        self._is_serving = False  # vLLM profiles and warms up before, which is not counted
+        self._is_serving = False  # profiling and warm-up come first and are not counted
         self._agreement = agreement
         self._metrics = metrics
         self._encoder = encoder
@@ -87,13 +87,13 @@ class SplitEncoder:
         self._encoder.forward = self
 
     def start_serving(self) -> None:
-        """Count forwards from now on: vLLM has warmed up."""
+        """Count forwards from now on, because vLLM's warm-up is over."""
         self._is_serving = True
 
     def __call__(
         self, x: torch.Tensor, grid_thw: torch.Tensor | Sequence[Grid] | None, **kwargs: object
     ) -> torch.Tensor:
-        """Embed images: patches [patches, values], a grid of each [images][3] -> embeddings [tokens, hidden]."""
+        """Embed images: patches [patches, values], one grid per image [images][3] -> embeddings [tokens, hidden]."""
         run_unsplit = partial(self._forward, x, grid_thw, **kwargs)
         grids, plan = self._plan(x, grid_thw, kwargs)
         if self._metrics is not None and self._is_serving:
@@ -123,7 +123,7 @@ class SplitEncoder:
         return embeddings
 
     def _run_first(self, plan: ExecutionPlan, x: torch.Tensor, grids: list[Grid]) -> torch.Tensor | Decline:
-        """Run a plan; if that is the first one and fails, on all ranks or on one, none is split from now on."""
+        """Run a plan. If it is the first one and fails on any rank, no forward is split any more, on all ranks."""
         if self._group is None:
             return self._run(plan, x, grids)
 
@@ -143,7 +143,7 @@ class SplitEncoder:
         return embeddings
 
     def _make_serial(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan whose ops run on one lane, as watched ones do: see `rehearse`."""
+        """Return a plan whose ops run on one lane, as watched ops do: see `rehearse`."""
         if plan.executor.is_serial:
             return plan
         device = SerialDevice(self.runtime.device)
@@ -157,7 +157,7 @@ class SplitEncoder:
     def _plan(
         self, x: torch.Tensor, grid_thw: torch.Tensor | Sequence[Grid] | None, kwargs: dict[str, object]
     ) -> tuple[list[Grid], ExecutionPlan | Decline]:
-        """Return the grids on the host, and how to run them."""
+        """Return the grids on the host, and the plan, or a decline."""
         unexpected = sorted(name for name, value in kwargs.items() if value is not None)
         if unexpected or grid_thw is None:
             return [], Decline("the encoder is given more than images", ", ".join(unexpected))
@@ -174,7 +174,7 @@ class SplitEncoder:
         return grids, self.runtime.plan(Batch(patches, sum(patches), cuttable=False), [edges[cut] for cut in cuts])
 
     def _check_early(self, patches: Sequence[int]) -> Decline | None:
-        """Decline images by their number, their size and the transport alone; chosen cuts come first."""
+        """Decline images by their number, size and transport alone. Chosen cuts come first."""
         if self.refusal is not None:
             return self.refusal
         if self.first_steps is not None and self.first_steps.failure is not None:
@@ -186,7 +186,7 @@ class SplitEncoder:
         return self.runtime.check_transport(self._transport) or self.runtime.decline_early(sum(patches))
 
     def _choose_cuts(self, grids: Sequence[Grid]) -> tuple[int, ...] | Decline:
-        """Return before which images to cut."""
+        """Return the indices of the images to cut before."""
         if self.choose_cuts is not None:
             return tuple(self.choose_cuts(grids))
         work = call_adapter(

@@ -1,10 +1,11 @@
-"""Sequence lengths of an encoder's attention, computed on the host once per forward.
+"""Sequence lengths for an encoder's attention, computed on the host once per forward.
 
-Without them, each layer copies the lengths from the device. vLLM asks the class of its encoder attention for them
-before the first layer, from what the host knows, once per *attention kind* of the layers (full attention, and windows
-where an encoder has them), and passes each layer those of its kind. The class here derives from the registered one.
+Without them, each layer copies the lengths from the device. Before the first layer, vLLM asks the class of its encoder
+attention for the lengths, which it computes from data on the host. It asks once per *attention kind* of the layers
+(full attention, and windows in some encoders), and passes each layer the lengths of its kind. The class here derives
+from the registered one.
 
-vllm-ascend's #6448 kept lengths across layers, which gave windowed layers those of the others. Here they are an
+vllm-ascend's #6448 kept lengths across layers, so windowed layers got the lengths of other layers. Here they are an
 argument of the forward that they belong to.
 """
 
@@ -26,24 +27,24 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-NAME = "MMEncoderAttention"  # under which vLLM looks the class up
+NAME = "MMEncoderAttention"  # name that vLLM looks the class up by
 COMPARED = "images' attention with host lengths and without"
 REMEDY = "VLLM_ASCEND_ENABLE_DBO=0 serves without host lengths"
-_BASE = "_dbo_base"  # attribute of the derived class: the class that it derives from
+_BASE = "_dbo_base"  # attribute of the derived class that holds its base class
 
 
 class HostLengths(torch.Tensor):
     """Lengths of sequences on the host [sequences].
 
     Attributes:
-        counts: the same as integers; empty in tensors that torch derives from this one.
+        counts: the lengths as integers; empty in tensors that torch derives from this one.
     """
 
     counts: tuple[int, ...] = ()
 
 
 def make_lengths(cu_seqlens: np.ndarray[Any, Any]) -> HostLengths:
-    """Return the lengths of sequences that begin and end at *cu_seqlens* [sequences + 1]."""
+    """Return the lengths of sequences from their cumulative lengths *cu_seqlens* [sequences + 1]."""
     counts = np.diff(cu_seqlens).astype(np.int32)
     lengths = torch.from_numpy(counts).as_subclass(HostLengths)
     lengths.counts = tuple(counts.tolist())
@@ -51,9 +52,9 @@ def make_lengths(cu_seqlens: np.ndarray[Any, Any]) -> HostLengths:
 
 
 def install_host_lengths(check: bool = False) -> None:
-    """Register a class derived from the encoder attention that is registered, before a model is made. Idempotent.
+    """Register a class derived from the registered encoder attention, before a model is made. Idempotent.
 
-    With *check*, each attention is computed without host lengths as well, and compared.
+    With *check*, each attention is also computed without host lengths, and compared.
     """
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
@@ -67,7 +68,7 @@ def install_host_lengths(check: bool = False) -> None:
 def make_attention_class(
     base: type[MMEncoderAttention], kernel: type[EncoderAttention], check: bool = False
 ) -> type[MMEncoderAttention]:
-    """Return an encoder attention that takes host lengths, derived from *base*; see `install_host_lengths`."""
+    """Return an encoder attention derived from *base* that takes host lengths; see `install_host_lengths`."""
 
     class MMEncoderAttention(base):  # type: ignore[misc] # named as vLLM expects
         name = base.name
@@ -80,22 +81,22 @@ def make_attention_class(
         def maybe_compute_seq_lens(
             cls, attn_backend: AttentionBackendEnum, cu_seqlens: np.ndarray[Any, Any], device: torch.device
         ) -> HostLengths:
-            """Return the lengths of the sequences of one attention kind."""
+            """Return the sequence lengths for one attention kind."""
             return make_lengths(cu_seqlens)
 
         @classmethod
         def maybe_recompute_cu_seqlens(
             cls, attn_backend: AttentionBackendEnum, cu_seqlens: np.ndarray[Any, Any], *args: Any, **kwargs: Any
         ) -> torch.Tensor:
-            """Return where the sequences of one attention kind begin and end, on the host: no kernel needs a copy."""
+            """Return the cumulative sequence lengths for one attention kind on the host: no kernel needs a copy."""
             return torch.from_numpy(np.ascontiguousarray(cu_seqlens, dtype=np.int32))
 
         def forward_cpu(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            """Attend within each sequence, as `forward_native`."""
+            """Attend within each sequence, like `forward_native`."""
             return self._attend(super().forward_cpu, query, *args, **kwargs)
 
         def forward_oot(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            """Attend within each sequence, as `forward_native`."""
+            """Attend within each sequence, like `forward_native`."""
             return self._attend(super().forward_oot, query, *args, **kwargs)
 
         def _attend(
@@ -115,7 +116,7 @@ def make_attention_class(
             _check_lengths(counts, query.shape[1])
             attended = self._kernel.attend(query[0], key[0], value[0], counts)[None]
             if check:
-                ends = None if cu_seqlens is None else cu_seqlens.to(query.device)  # where vLLM has it
+                ends = None if cu_seqlens is None else cu_seqlens.to(query.device)  # vLLM keeps it on that device
                 compare_results(COMPARED, attended[0], run(ends, max_seqlen)[0], f"lengths {counts}", REMEDY)
             return attended
 
@@ -124,6 +125,6 @@ def make_attention_class(
 
 
 def _check_lengths(counts: Sequence[int], patches: int) -> None:
-    """Raise SplitError unless lengths add up to the patches: a kernel would leave some out without an error."""
+    """Raise SplitError unless lengths add up to the patches. Otherwise a kernel would skip patches without an error."""
     if sum(counts) != patches:
         raise SplitError(f"an encoder's attention got {patches} patches, but sequence lengths of {sum(counts)}.")

@@ -18,11 +18,11 @@ from dbo_runtime.vllm_plugin.step.failures import call_adapter
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ABSENT = "StageMissingLayer"  # the class that vLLM puts in the place of an encoder that may get no images
+ABSENT = "StageMissingLayer"  # vLLM's placeholder for an encoder that gets no images
 
 
 class EncoderProgram(NamedTuple):
-    """An encoder that can be split, with its adapter and the program that this has recorded."""
+    """An encoder that can be split, with its adapter and its recorded program."""
 
     module: torch.nn.Module
     adapter: EncoderAdapter
@@ -32,7 +32,7 @@ class EncoderProgram(NamedTuple):
 def record_encoder(
     model: torch.nn.Module, vllm_config: VllmConfig, platform: Platform, collectives: ModelCollectives
 ) -> EncoderProgram | Decline:
-    """Return the program of a loaded multimodal model's encoder, or why that is not split."""
+    """Return the program of a loaded multimodal model's encoder, or a decline."""
     names = {type(module).__name__ for module in model.modules()}
     adapters = {name: get_encoder_adapter(name) for name in names & list_encoders()}
     for module in model.modules():
@@ -53,7 +53,7 @@ def _record(adapter: EncoderAdapter, encoder: torch.nn.Module, collectives: Mode
 
 
 def _check_config(vllm_config: VllmConfig) -> Decline | None:
-    """Decline features of vLLM in use with which encoders are not split."""
+    """Decline vLLM features in use that rule out splitting encoders."""
     compilation, multimodal = vllm_config.compilation_config, vllm_config.model_config.multimodal_config
     if multimodal.mm_encoder_tp_mode == "data":
         return Decline("each rank embeds different images, so there is no communication to hide")

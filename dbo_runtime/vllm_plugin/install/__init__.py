@@ -1,1 +1,1 @@
-"""Install this package into an unmodified vLLM: hooks of its workers, and the set-up of a loaded model."""
+"""Install this package into an unmodified vLLM: hooks in its workers, and the setup of a loaded model."""

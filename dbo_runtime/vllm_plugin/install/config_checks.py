@@ -1,4 +1,4 @@
-"""What speaks against splitting a model's steps, as far as vLLM's configuration tells: no weights are needed."""
+"""Reasons against splitting a model's steps that follow from vLLM's configuration alone, without weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INSTRUCTIONS = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC
 
 
 def choose_adapter(vllm_config: VllmConfig) -> ModelAdapter | Decline | None:
-    """Return the adapter of a model's backbone; None if none is registered, and a decline if that one is broken."""
+    """Return the adapter for a model's backbone; None if none is registered, a decline if it is broken."""
     try:
         return find_adapter(vllm_config.model_config.architecture)
     except ProgramError as error:
@@ -33,18 +33,19 @@ def choose_adapter(vllm_config: VllmConfig) -> ModelAdapter | Decline | None:
 def list_declines(
     vllm_config: VllmConfig, config: RuntimeConfig, adapter: ModelAdapter | Decline | None
 ) -> Iterator[Decline]:
-    """Yield all that speaks against splitting, the first of which is logged when the model is loaded.
+    """Yield all reasons against splitting. The first one is logged when the model is loaded.
 
     Args:
-        vllm_config: what vLLM makes of its command line.
-        config: the settings.
-        adapter: of the model, by `choose_adapter`; None if none is registered, which DBO_GENERIC=1 does without.
+        vllm_config: vLLM's configuration, made from its command line.
+        config: settings of this package.
+        adapter: the model's adapter, from `choose_adapter`; None if none is registered, which is no reason with
+            DBO_GENERIC=1.
     """
     platform = get_platform()
     unsupported = platform.check_support(config)
     if unsupported is not None:
         yield unsupported
-        return  # what this platform, or its version, makes of the configuration is not known
+        return  # an unsupported platform or version may interpret the configuration differently
     if not config.check:
         yield from (tell_to_compare(unproven) for unproven in platform.list_unproven(vllm_config))
     if isinstance(adapter, Decline):

@@ -1,7 +1,7 @@
-"""Patch upstream bugs of vLLM's CPU build that break parallelism of all kinds, speculative decoding, or LoRA.
+"""Patch upstream bugs of vLLM's CPU build that break all kinds of parallelism, speculative decoding, or LoRA.
 
-None of this is part of overlap: the same bugs stop a model without this package. Each entry of `UPSTREAM_BUGS` has a
-symptom and a test for the bug, and is not patched in a vLLM that has fixed it.
+None of this is part of overlap: the same bugs break a model without this package. Each entry of `UPSTREAM_BUGS` has a
+symptom and a test for the bug. A vLLM that has fixed the bug is not patched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpstreamBug:
-    """A bug of vLLM: its symptom, the versions that were seen to have it, a test for it, and its patch."""
+    """A bug of vLLM: its symptom, versions known to have it, a test for it, and its patch."""
 
     symptom: str
     versions: tuple[str, ...]
@@ -41,11 +41,11 @@ class UpstreamBug:
 
 
 def apply_patches() -> tuple[list[str], dict[str, str]]:
-    """Patch the bugs that this vLLM has. Only for the CPU platform; safe to call repeatedly.
+    """Patch the bugs that this vLLM has. Only for the CPU platform. Safe to call repeatedly.
 
     Returns:
-        The symptoms of those that were patched, and of those that could not be, with the reason: another version of
-        vLLM may have other names, and may do without the patch.
+        The symptoms of the patched bugs; and, with the reason, of bugs that could not be patched. Another vLLM version
+        may have other names, and may not need the patch.
     """
     patched: list[str] = []
     failed: dict[str, str] = {}
@@ -60,7 +60,7 @@ def apply_patches() -> tuple[list[str], dict[str, str]]:
 
 
 def _find_mapless_experts() -> list[type[FusedMoEExpertsModular]]:
-    """Return the expert kernels whose `apply` never reads the `expert_map` that it is given."""
+    """Return the expert kernels whose `apply` never reads its argument `expert_map`."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 
@@ -72,7 +72,7 @@ def _find_mapless_experts() -> list[type[FusedMoEExpertsModular]]:
 
 
 def _reads(function: Callable[..., object], argument: str) -> bool:
-    """Inspect the bytecode: a call would be the segmentation fault. One bytecode instruction may load two names."""
+    """Inspect the bytecode, because a call would be the segmentation fault. One instruction may load two names."""
     codes = dis.get_instructions(function)
     return any(code.opname.startswith("LOAD_") and argument in str(code.argval) for code in codes)
 
@@ -83,7 +83,7 @@ def _map_experts() -> None:
 
 
 def _run_local_experts(apply: Callable[..., None]) -> Callable[..., None]:
-    """Call the kernel only with the (token, expert) pairs whose expert is on this rank, by its local number."""
+    """Call the kernel only with the (token, expert) pairs of experts on this rank, by their local numbers."""
 
     @functools.wraps(apply)
     def run(
@@ -117,7 +117,7 @@ def _run_local_experts(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _traces_experts() -> bool:
-    """Return whether the MoE runner treats the CPU differently: it lets torch.compile trace the layer."""
+    """Return whether the MoE runner treats the CPU differently and lets torch.compile trace the layer."""
     return "is_cpu" in _get_moe_runner()._select_forward.__code__.co_names
 
 
@@ -152,7 +152,7 @@ def _get_communicator() -> type[CpuCommunicator]:
 
 
 def _lacks_uneven_collectives() -> bool:
-    """Return whether the CPU communicator leaves `all_gatherv` to its base class, which raises NotImplementedError."""
+    """Return whether the CPU communicator inherits its base class's `all_gatherv`, which raises NotImplementedError."""
     communicator = _get_communicator()
     return "all_gatherv" not in vars(communicator) or "reduce_scatterv" not in vars(communicator)
 
@@ -161,7 +161,7 @@ def _add_uneven_collectives() -> None:
     def all_gatherv(
         self: CpuCommunicator, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Gather rows of all ranks [sum of sizes, ...]."""
+        """Gather the rows of all ranks [sum of sizes, ...]."""
         if isinstance(input_, list):
             return [_gather(self, one, dim, sizes) for one in input_]
         return _gather(self, input_, dim, sizes)
@@ -190,7 +190,7 @@ def _check_first(dim: int) -> None:
 
 
 def _lacks_stage_buffers() -> bool:
-    """Return whether only dummy runs make a later stage's receive buffers: an eager start on CPU has no dummy run."""
+    """Return whether only dummy runs make a later stage's receive buffers. An eager start on CPU has no dummy run."""
     sync = _get_model_runner().sync_and_gather_intermediate_tensors
     return "make_empty_intermediate_tensors" not in sync.__code__.co_names
 
@@ -218,20 +218,20 @@ def _get_model_runner() -> type[CPUModelRunner]:
 
 
 def _gives_adapters_to_all() -> bool:
-    """Return whether a token without an adapter, whose index is -1, is given that of the last slot."""
+    """Return whether a token without an adapter, whose index is -1, gets the adapter of the last slot."""
     output = torch.zeros(1, 1)
     _get_lora_ops().bgmv_expand(torch.ones(1, 1), torch.ones(2, 1, 1), output, torch.tensor([-1]))
     return bool(output.any())
 
 
 def _skip_tokens_without_adapters() -> None:
-    """Expand zeros for tokens without an adapter, as vLLM's PR #48421 does; kernels of other platforms skip them."""
+    """Expand zeros for tokens without an adapter, as vLLM's PR #48421 does. Other platforms' kernels skip them."""
     from vllm.lora.punica_wrapper import punica_cpu
 
     ops = _get_lora_ops()
     for name in ("bgmv_expand", "bgmv_expand_slice"):
         patched = _hide_unmapped(getattr(ops, name))
-        setattr(ops, name, patched)  # which the kernels of prefills call
+        setattr(ops, name, patched)  # the kernels for prefills call these names
         setattr(punica_cpu, name, patched)
 
 

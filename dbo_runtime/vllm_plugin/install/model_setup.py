@@ -1,4 +1,4 @@
-"""Set up a loaded model: record its program and that of its vision encoder, and install forwards that split."""
+"""Set up a loaded model: record the programs of the model and its vision encoder, and install splitting forwards."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ if TYPE_CHECKING:
 
 
 def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAdapter | Decline | None) -> None:
-    """Replace the forwards of a loaded model, and of its vision encoder, by ones that split. Collective.
+    """Replace the forwards of a loaded model and of its vision encoder by splitting ones. Collective.
 
-    If one of them cannot be split, log why and leave it as it is.
+    If one of them cannot be split, log why and leave it unchanged.
 
     Raises:
-        ConfigError: if the ranks were given different settings, or this package is switched on in some of them only.
+        ConfigError: ranks have different settings, or this package is enabled only on some of them.
     """
     model = runner.get_model()
     if get_served_model(model) is not None:
-        return  # loaded again into the same instance
+        return  # weights were loaded again into the same instance
     require_all_ranks()
     rank = make_rank_context(model, runner.vllm_config, config)
     groups = rank.groups
@@ -85,7 +85,7 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             tested=describe_tested(),
             steps_of_each_kind=COMPARED_STEPS,
         )
-    collectives.connect()  # on all stages: making a communicator takes every rank of vLLM's world
+    collectives.connect()  # on all stages, because every rank of vLLM's world must take part
     served = ServedModel(rank)
     if is_split:
         device = rank.platform.open_device(collectives.process_groups, config, rank.log)
@@ -103,7 +103,7 @@ def _report_declines(
     encoder: EncoderProgram | Decline | None,
     metrics: Metrics | None,
 ) -> None:
-    """Log what is not split, and count why no step is."""
+    """Log what is not split, and count the reason if no step is."""
     architecture = rank.vllm_config.model_config.architecture
     if isinstance(model, Decline):
         warn_declined(rank.log, "every step", model, model=architecture)
@@ -116,7 +116,7 @@ def _report_declines(
 def _record_encoder(
     model: VllmModel, rank: RankContext, collectives: ModelCollectives
 ) -> EncoderProgram | Decline | None:
-    """Return the program of the vision encoder, or why it is not split; None if there is none on this rank."""
+    """Return the program of the vision encoder, or a decline; None if this rank has no encoder."""
     has_encoder = rank.vllm_config.model_config.multimodal_config is not None and rank.stage.is_first
     if not has_encoder or rank.platform.check_support(rank.config) is not None:
         return None
@@ -130,7 +130,7 @@ def _record_encoder(
 def _compare_settings(
     rank: RankContext, recorded: RecordedModel | Decline, encoder: EncoderProgram | Decline | None
 ) -> None:
-    """Raise ConfigError if ranks have different settings: they would decide differently later, and hang. Collective."""
+    """Raise ConfigError if ranks have different settings: later they would decide differently, and hang. Collective."""
     outcomes = (str(one) if isinstance(one, Decline | None) else "can be split" for one in (recorded, encoder))
     model, images = outcomes
     own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, {describe_versions()}"
@@ -140,7 +140,7 @@ def _compare_settings(
 
 
 def _make_encoder(encoder: EncoderProgram, rank: RankContext, device: Device, metrics: Metrics | None) -> SplitEncoder:
-    """Make the forward of a vision encoder, which the tensor parallel ranks share."""
+    """Make the splitting forward of a vision encoder, which the tensor parallel ranks share."""
     group = rank.groups.tensor_parallel
     transport = rank.platform.get_transport(rank.groups._replace(data_parallel=None, all_ranks=group), rank.hosts)
     runtime = MicroBatchRuntime(encoder.program, device, rank.config, rank.log, group.world_size)
@@ -165,7 +165,7 @@ def _set_up_steps(
     device: Device,
     metrics: Metrics | None,
 ) -> None:
-    """Make what splits the steps of a model, up to serving."""
+    """Make the parts that split a model's steps, up to serving."""
     program = recorded.program
     if rank.config.compile:
         served.compiler = _make_compiler(runner, recorded.adapter, rank, collectives)
@@ -180,7 +180,7 @@ def _set_up_steps(
 def _make_compiler(
     runner: GPUModelRunner, adapter: ModelAdapter, rank: RankContext, collectives: ModelCollectives
 ) -> OpCompiler:
-    """Make what compiles ops with inputs as the first stage has them: with what the adapter adds."""
+    """Make the compiler of ops, with inputs as on the first stage, including the data that the adapter adds."""
     add_inputs = None
     if isinstance(adapter, InputAdapter) and rank.stage.is_first:
         add_inputs = partial(adapter.take_inputs, runner.get_model(), keep=True)
@@ -194,7 +194,7 @@ def _make_forward(
     rank: RankContext,
     metrics: Metrics | None,
 ) -> SplitForward:
-    trace_builders()  # now, because vLLM makes builders after the model
+    trace_builders()  # do this now, because vLLM makes builders after the model
     model, data_parallel = runner.get_model(), rank.groups.data_parallel
     count = None if metrics is None else metrics.count_disagreement
     agreement = Agreement(rank.groups.all_ranks, count)
@@ -221,9 +221,9 @@ def _make_first_steps(rank: RankContext) -> FirstSteps | None:
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:
-    """Return the counts of this rank: the first tensor parallel rank counts for all, which run the same steps.
+    """Return the counts of this rank. The first tensor parallel rank counts for all, because they run the same steps.
 
-    Of a pipeline, that of the first stage: a step that passes several stages is one step.
+    In a pipeline, only the first stage counts: a step that passes several stages is one step.
     """
     folder = get_folder()
     if folder is None or rank.groups.tensor_parallel.rank_in_group > 0 or not rank.stage.is_first:

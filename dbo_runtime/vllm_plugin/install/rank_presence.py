@@ -1,4 +1,4 @@
-"""Refuse a start in which dbo_runtime is switched on in some ranks only: they would wait for the others without end."""
+"""Refuse a start in which dbo_runtime is enabled only on some ranks: they would wait for the others forever."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.vllm_plugin.api.rank_store import find_silent_ranks
 
-# Ranks announce themselves before they load their weights and look for each other afterwards, so that this is the time
-# by which one may load faster than another begins to.
+# Ranks announce themselves before they load their weights, and look for each other afterwards. So this is the longest
+# time by which one rank may finish loading before another begins to load.
 PATIENCE_SECONDS = 20.0
 
 
 def require_all_ranks(patience: float = PATIENCE_SECONDS) -> None:
-    """Return when dbo_runtime is known to be switched on in all ranks. To be called before any collective of ours.
+    """Return once dbo_runtime is known to be enabled on all ranks. Call this before any collective of this package.
 
     Raises:
-        ConfigError: if a rank has not announced itself in *patience* seconds; names it.
+        ConfigError: a rank has not announced itself within *patience* seconds. The message names it.
     """
     silent = find_silent_ranks(patience)
     if silent:

@@ -1,4 +1,4 @@
-"""Record the program of a loaded model, or say why its steps are not split."""
+"""Record the program of a loaded model, or find the reason why its steps are not split."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class RecordedModel(NamedTuple):
-    """A model that can be split, with its adapter and the program that this has recorded.
+    """A model that can be split, with its adapter and its recorded program.
 
     Attributes:
-        head: what its forward does besides that program; None if nothing.
+        head: the work that the forward does besides the program; None if none.
     """
 
     adapter: ModelAdapter
@@ -37,7 +37,7 @@ class RecordedModel(NamedTuple):
 def record_model(
     adapter: ModelAdapter | Decline | None, model: VllmModel, rank: RankContext, collectives: ModelCollectives
 ) -> RecordedModel | Decline:
-    """Return the program of a model on this rank, or why its steps are not split. Collective."""
+    """Return a model's program on this rank, or a decline. Collective."""
     adapter = _prefer_generic(adapter, model, rank)
     decline = next(list_declines(rank.vllm_config, rank.config, adapter), None)
     if decline is not None:
@@ -65,9 +65,9 @@ def record_model(
 def _prefer_generic(
     adapter: ModelAdapter | Decline | None, model: VllmModel, rank: RankContext
 ) -> ModelAdapter | Decline | None:
-    """Return what splits models without an adapter, where that was asked for and there is none of this architecture.
+    """Return the generic adapter if the user requested it and no adapter is registered for this architecture.
 
-    One of the backbone is preferred, unless that does not know the model's parts.
+    An adapter for the backbone is preferred, unless it does not know the model's parts.
     """
     if not rank.config.generic or isinstance(adapter, Decline):
         return adapter
@@ -79,7 +79,7 @@ def _prefer_generic(
 
 
 def _check_backbone(adapter: ModelAdapter, model: VllmModel, rank: RankContext) -> Decline | None:
-    """Decline a model of a backbone's adapter that is a decoder itself, such as EmbeddingGemma: it holds none."""
+    """Decline a model that is a decoder itself, if the adapter is for its backbone. EmbeddingGemma is such a model."""
     if isinstance(adapter, GenericAdapter) or get_adapter(rank.vllm_config.model_config.architecture) is not None:
         return None
     holds = hasattr(model, "model") or hasattr(model, "language_model")

@@ -1,4 +1,4 @@
-"""A loaded model whose steps are split on this rank, with everything that was set up for it."""
+"""A loaded model whose steps are split on this rank, with everything set up for it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ATTRIBUTE = "_dbo_served_model"
 
 @dataclass(slots=True)
 class ServedModel:
-    """What belongs to one loaded model. It is stored on the model instance; see `get_served_model`.
+    """Everything set up for one loaded model. It is stored on the model instance; see `get_served_model`.
 
     Attributes:
-        rank: what it is served with, with the settings that were read at start.
-        forward: splits steps, with its runtime, decider and telemetry; None if steps of this rank are not split.
-        encoder: splits forwards of the vision encoder; None if there is none, or it is not split.
-        costs: gives the runtime the costs that it plans by.
-        compiler: compiles the program's ops before serving; None if they run eager.
+        rank: the rank's context, with the settings read at start.
+        forward: the forward that splits steps, with runtime, decider and telemetry; None if this rank splits no steps.
+        encoder: the forward that splits the vision encoder; None if there is no encoder, or it is not split.
+        costs: source of the costs that the runtime plans by.
+        compiler: compiler of the program's ops, used before serving; None if they run eager.
     """
 
     rank: RankContext
@@ -39,7 +39,7 @@ class ServedModel:
     compiler: OpCompiler | None = None
 
     def install(self, model: VllmModel) -> None:
-        """Store this on *model*, and replace the forwards that split."""
+        """Store this on *model*, and install the splitting forwards."""
         setattr(model, _ATTRIBUTE, self)
         if self.forward is not None:
             model.forward = self.forward
@@ -47,14 +47,14 @@ class ServedModel:
             self.encoder.install()
 
     def start_serving(self, is_final: bool = False) -> None:
-        """Compile, get costs, and split from now on: vLLM has warmed up.
+        """Compile, get costs, and split from now on, because vLLM's warm-up is over.
 
-        With *is_final*, settings and costs are not changed later, and a model of which nothing is split gets its own
+        With *is_final*, settings and costs do not change later, so a model of which nothing is split gets its own
         forward back.
         """
         if self.forward is not None:
             runtime = self.forward.runtime
-            if self.compiler is not None:  # first, because costs are those of the ops that serve
+            if self.compiler is not None:  # compile first, because costs must be those of the served ops
                 self.compiler.compile(runtime.program)
             if self.costs is not None:
                 self.costs.prepare(runtime.config)
@@ -63,10 +63,10 @@ class ServedModel:
             self.encoder.start_serving()
 
     def configure(self, config: RuntimeConfig) -> None:
-        """Obey other settings from the next step on.
+        """Apply other settings from the next step on.
 
         Raises:
-            ConfigError: if they ask for the second compute lane, and it was not opened at start.
+            ConfigError: the settings ask for the second compute lane, but it was not opened at start.
         """
         platform = self.rank.platform
         if platform.opens_side_lane(config) and not platform.opens_side_lane(self.rank.config):
@@ -80,6 +80,6 @@ class ServedModel:
 
 
 def get_served_model(model: VllmModel) -> ServedModel | None:
-    """Return what was set up for a loaded model; None if nothing of it is split."""
+    """Return the setup of a loaded model; None if nothing of it is split."""
     served: ServedModel | None = vars(model).get(_ATTRIBUTE)
     return served

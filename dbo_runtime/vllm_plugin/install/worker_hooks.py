@@ -1,11 +1,11 @@
-"""Hook the start-up of vLLM's workers.
+"""Hook the start of vLLM's workers.
 
-`WorkerWrapperBase.init_device` is run by every executor on every platform. After it the worker owns a model runner;
-this instance's `load_model` and `profile_run` are wrapped, and the worker's `compile_or_warm_up_model`. When the model
-is loaded, the `forward` of that instance is replaced, and that of its vision encoder.
+Every executor on every platform runs `WorkerWrapperBase.init_device`. After it, the worker owns a model runner. This
+module wraps `load_model` and `profile_run` of this runner, and the worker's `compile_or_warm_up_model`. Once the model
+is loaded, the `forward` of the instance and of its vision encoder are replaced.
 
-One class is registered: the encoder attention that takes sequence lengths from the host, derived from the class that
-is registered at that time. So there is no race with vllm-ascend, which registers its classes before.
+One class is registered: the encoder attention that takes sequence lengths from the host. It derives from the class
+registered at that time, so there is no race with vllm-ascend, which registers its classes earlier.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _INSTALLED = "_dbo_installed"
 
 
 def install() -> None:
-    """Wrap the worker's start-up. Safe to call any number of times.
+    """Wrap the worker's start. Safe to call any number of times.
 
-    The settings are read when a worker starts: one process may run several engines, one after the other.
+    Settings are read when a worker starts, because one process may run several engines in a row.
     """
     original = WorkerWrapperBase.init_device
     if hasattr(original, _INSTALLED):
@@ -38,7 +38,7 @@ def install() -> None:
         original(self)
         if not is_enabled(os.environ):
             return
-        # Late: by now vllm-ascend has patched vLLM; names that are imported before would be the unpatched ones.
+        # Import late: by now vllm-ascend has patched vLLM, and earlier imports would have got the unpatched names.
         from dbo_runtime.vllm_plugin.api.rank_store import announce_rank
         from dbo_runtime.vllm_plugin.install.worker_setup import set_up_worker
 

@@ -1,4 +1,4 @@
-"""Wrap the methods of one worker in which its model is loaded, profiled and warmed up."""
+"""Wrap the methods of one worker that load, profile and warm up its model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def set_up_worker(worker: WorkerBase, config: RuntimeConfig, quiet: bool) -> None:
-    """Prepare a worker that has a device and a model runner, but no model yet; *quiet* ones log errors only."""
+    """Prepare a worker that has a device and a model runner, but no model yet. *quiet* workers log only errors."""
     platform = get_platform()
     _patch_cpu_build(worker.vllm_config, platform, quiet)
     _install_host_lengths(worker.vllm_config, platform, config)
@@ -38,7 +38,7 @@ def set_up_worker(worker: WorkerBase, config: RuntimeConfig, quiet: bool) -> Non
 
 
 def _patch_cpu_build(vllm_config: VllmConfig, platform: Platform, quiet: bool) -> None:
-    """Patch the upstream bugs of the CPU build, split or not, where a feature that they break is in use."""
+    """Patch the upstream bugs of the CPU build that break features in use, even if nothing is split."""
     parallel = vllm_config.parallel_config
     is_parallel = parallel.enable_expert_parallel or parallel.data_parallel_size * parallel.pipeline_parallel_size > 1
     others = vllm_config.speculative_config, vllm_config.lora_config
@@ -53,9 +53,10 @@ def _patch_cpu_build(vllm_config: VllmConfig, platform: Platform, quiet: bool) -
 
 
 def _install_host_lengths(vllm_config: VllmConfig, platform: Platform, config: RuntimeConfig) -> None:
-    """Let encoders' attention take its lengths from the host, where that has been compared with vLLM's own.
+    """Make encoders' attention take its lengths from the host, where that has been compared with vLLM's own.
 
-    Not where encoders are compiled or captured: lengths are integers, and those of the first images would stay.
+    Compiled or captured encoders are excluded, because the lengths are integers, and those of the first images would
+    stay.
     """
     if vllm_config.model_config.multimodal_config is None or platform.check_support(config) is not None:
         return
@@ -77,7 +78,7 @@ def _wrap_load_model(runner: GPUModelRunner, config: RuntimeConfig) -> None:
 
 
 def _wrap_profile_run(runner: GPUModelRunner) -> None:
-    """Let vLLM's memory profile include a split step, because its KV cache takes the memory that is left."""
+    """Include a split step in vLLM's memory profile, because the KV cache takes all remaining memory."""
     profile_run = getattr(runner, "profile_run", None)
     if profile_run is None:
         return
@@ -95,13 +96,13 @@ def _wrap_profile_run(runner: GPUModelRunner) -> None:
 
 
 def _rehearse(runner: GPUModelRunner, served: ServedModel) -> None:
-    """Split dummy steps, where no memory profile has: on devices that share their memory with the host."""
+    """Split dummy steps if no memory profile did so: on devices that share their memory with the host."""
     if served.forward is not None and served.rank.platform.host_computes:
         rehearse(runner, served.forward, served.rank.groups.all_ranks)
 
 
 def _wrap_warm_up(worker: WorkerBase) -> None:
-    """Split nothing before vLLM has profiled and compiled: it measures and compiles unsplit steps."""
+    """Split nothing until vLLM has profiled and compiled, because it measures and compiles unsplit steps."""
     warm_up = worker.compile_or_warm_up_model
 
     @functools.wraps(warm_up)
@@ -111,7 +112,7 @@ def _wrap_warm_up(worker: WorkerBase) -> None:
         served = get_served_model(runner.get_model())
         if served is not None:
             _rehearse(runner, served)
-            served.start_serving(is_final=not hasattr(worker, "dbo_configure"))  # without `WorkerExtension`
+            served.start_serving(is_final=not hasattr(worker, "dbo_configure"))  # final without `WorkerExtension`
         return result
 
     worker.compile_or_warm_up_model = warm_up_and_serve

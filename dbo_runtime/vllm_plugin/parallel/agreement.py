@@ -1,9 +1,9 @@
-"""Ranks that have to do the same thing agree on it before any of them begins.
+"""Ranks that must do the same thing agree on it before any of them begins.
 
 Whether and where to split follows from numbers that all ranks already hold (`batch.decide_data_parallel`). Each data
-parallel rank has a batch of its own, and may find a reason in it that the others cannot see: so they vote on each step
-that is to be split. Tensor parallel ranks have the same batch, and compare each new plan once. All ranks compare at
-start, and in each step with DBO_CHECK=1.
+parallel rank has its own batch, and may find a reason against splitting that other ranks cannot see. They therefore
+vote on each step that is to be split. Tensor parallel ranks have the same batch, and compare each new plan once. All
+ranks compare at start, and with DBO_CHECK=1 in each step.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 Plan = TypeVar("Plan")
 
 _DECLINES = 0
-MAX_GATHERED_BYTES = MAX_FILE_BYTES  # from one rank: a trace of a large step has some 2 MiB
-MAX_AGREED_PLANS = 256  # that are kept: all ranks forget the same, and agree on it again
+MAX_GATHERED_BYTES = MAX_FILE_BYTES  # per rank; a trace of a large step has about 2 MiB
+MAX_AGREED_PLANS = 256  # limit of plans kept; all ranks drop the same ones, and agree on them again
 
 
 class Agreement:
-    """What the ranks that communicate in a step agree on about it.
+    """The agreement of ranks that communicate in a step.
 
     Args:
-        group: vLLM's coordinator of all of them.
-        count: told of each disagreement, whether the step runs `unsplit` or ends in an `error`; None for no counts.
+        group: vLLM's coordinator of these ranks.
+        count: function called for each disagreement with its outcome: the step runs `unsplit`, or ends in an `error`;
+            None to count nothing.
     """
 
     def __init__(self, group: GroupCoordinator, count: Callable[[Outcome], None] | None = None) -> None:
@@ -47,26 +48,26 @@ class Agreement:
 
     @property
     def ranks(self) -> int:
-        """How many ranks agree."""
+        """Number of ranks that agree."""
         return int(self._group.world_size)
 
     @property
     def size_and_capacity(self) -> tuple[int, int]:
-        """How many plans are agreed on, and how many may be."""
+        """Number of plans agreed on, and the limit."""
         return len(self._agreed), self._agreed.max_size
 
     def copy_for(self, group: GroupCoordinator) -> Agreement:
-        """Return an agreement on which nothing is agreed yet."""
+        """Return an agreement for *group*, without any plans agreed on."""
         return Agreement(group)
 
     def agree(self, own: Plan | LocalDecline, statement: str) -> Plan | Decline:
         """Return what all ranks do: *own*, or the first rank's reason against it.
 
-        Every rank must get here in the same steps. Their collective is one integer per rank, which stands for
-        *statement*: what must be equal on all of them that can run the step.
+        Every rank must call this in the same steps. Ranks exchange one integer each: a hash of *statement*, the text
+        that must be equal on all ranks that can run the step.
 
         Raises:
-            ScheduleError: if the ranks are about to do different things.
+            ScheduleError: the ranks are about to do different things.
         """
         if self._group.world_size == 1:
             return own.decline if isinstance(own, LocalDecline) else own
@@ -81,9 +82,9 @@ class Agreement:
         return own
 
     def compare_once(self, key: Hashable, statement: str) -> None:
-        """Raise ScheduleError unless *statement* is equal on all ranks; once for a *key*, and after many others again.
+        """Raise ScheduleError unless *statement* is equal on all ranks. Checks each *key* once, until it is dropped.
 
-        For ranks that have the same batch, so that all of them get here with the same key or none does.
+        For ranks with the same batch, so that either all of them call this with the same key or none does.
         """
         if self._group.world_size == 1 or key in self._agreed:
             return
@@ -92,18 +93,18 @@ class Agreement:
         self._agreed[key] = None
 
     def compare(self, statement: str) -> None:
-        """Raise ScheduleError, with the statement of each rank, unless all are *statement*. Collective, slow."""
+        """Raise ScheduleError, with the text of each rank, unless *statement* is equal on all. Collective, slow."""
         disagreement = describe_disagreement(self._group, statement)
         if disagreement is not None:
             self._note("error")
             raise ScheduleError(f"ranks decided differently for one step; please report this. {disagreement}")
 
     def gather(self, own: Any) -> list[Any]:
-        """Return the plain data of all ranks, in rank order; see `gather`. Collective, slow."""
+        """Return the plain data of all ranks, in rank order; see the function `gather`. Collective, slow."""
         return gather(self._group, own)
 
     def find_first(self, own: str) -> str:
-        """Return the text of the first rank that has one, on all ranks; empty if none has. Collective, slow."""
+        """Return, on all ranks, the text of the first rank that has one; empty if none has. Collective, slow."""
         return next(filter(None, self.gather(own)), "")
 
     def _note(self, outcome: Outcome) -> None:
@@ -116,7 +117,7 @@ class Agreement:
         return [int(one) for one in gathered]
 
     def _get_first_decline(self, own: object) -> Decline:
-        """Return the decline that all ranks report: that of the first rank that has one."""
+        """Return the decline that all ranks report: the one of the first rank that has one."""
         local = own.decline if isinstance(own, LocalDecline) else None
         declines = gather(self._group, None if local is None else [local.reason, local.detail])
         rank, (reason, detail) = next((rank, decline) for rank, decline in enumerate(declines) if decline is not None)
@@ -126,11 +127,12 @@ class Agreement:
 def gather(group: GroupCoordinator, own: Any) -> list[Any]:
     """Return the plain data of each rank of *group*, in rank order. Collective, slow.
 
-    Data cross as JSON: what a rank sends cannot run on another one, as with the pickles of `all_gather_object`. Tuples
-    become lists on the way, keys of dictionaries text; this rank's own data, too, so that all ranks see the same.
+    Data are sent as JSON, so that nothing a rank sends can execute on another rank, as pickles of `all_gather_object`
+    can. Tuples become lists and dictionary keys become text. This also applies to this rank's own data, so that all
+    ranks see the same.
 
     Raises:
-        ScheduleError: if a rank sends too much, or no JSON.
+        ScheduleError: a rank sends too much, or no JSON.
     """
     if group.world_size == 1:
         return [own]
@@ -138,7 +140,7 @@ def gather(group: GroupCoordinator, own: Any) -> list[Any]:
 
 
 def exchange_bytes(group: GroupCoordinator, own: bytes) -> list[bytes]:
-    """Return what each rank sends, padded on the way to the longest."""
+    """Return the bytes that each rank sends. All are padded to the longest for the exchange."""
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(group.world_size)]
     dist.all_gather(counts, torch.tensor([len(own)]), group=group.cpu_group)
     sizes = [int(count) for count in counts]
@@ -161,16 +163,16 @@ def _parse(rank: int, text: bytes) -> Any:
 
 
 def describe_disagreement(group: GroupCoordinator, own: str) -> str | None:
-    """Return the value of each rank unless all ranks of *group* have the same; collective, slow.
+    """Return the values of all ranks if they differ, else None. Collective, slow.
 
-    Ranks that disagree issue different collectives, and hang without a message.
+    Ranks that disagree would issue different collectives, and hang without a message.
     """
     gathered = gather(group, own)
     return None if all(other == gathered[0] for other in gathered) else format_ranks(gathered)
 
 
 def format_ranks(values: Sequence[object]) -> str:
-    """Return a line with the value of each rank."""
+    """Return one line with the value of each rank."""
     return "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 

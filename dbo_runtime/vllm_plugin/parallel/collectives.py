@@ -1,4 +1,4 @@
-"""How adapters reach the communication of a model served by vLLM."""
+"""The communication of a model served by vLLM, for adapters."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ if TYPE_CHECKING:
 
 
 class ModelCollectives:
-    """The communication of one model, separated from the modules that contain it.
+    """A model's communication, separated from the modules that contain it.
 
-    Record a program first, then `connect`: whether a program can be recorded at all must be the same on every rank
-    before they make communicators together.
+    Record a program first, then call `connect`. All ranks must know that the program can be recorded before they make
+    communicators together.
 
     Args:
-        platform: that vLLM serves on.
+        platform: the platform that vLLM serves on.
         tensor_parallel: vLLM's coordinator of the group that all-reduces.
-        data_parallel: of the group in which tokens are dispatched to experts; None without data parallel.
-        dispatch: how they are, `all_gather`, `all_to_all`, or `fused` into kernels with communicators of their own.
-        expert_parallel: of all ranks that have experts, if each of them dispatches a chunk of the tokens; None if a
-            tensor parallel rank dispatches all that it has.
+        data_parallel: coordinator of the group that dispatches tokens to experts; None without data parallelism.
+        dispatch: way to dispatch them, `all_gather`, `all_to_all`, or `fused` into kernels with their own
+            communicators.
+        expert_parallel: coordinator of all ranks that have experts, if each of them dispatches a chunk of the tokens;
+            None if each tensor parallel rank dispatches all its tokens.
 
     Attributes:
-        fused_attention_reason: why latent attention stays one op; None if it does not, or the model has none.
+        fused_attention_reason: reason why latent attention stays one op; None if it does not, or the model has none.
     """
 
     def __init__(
@@ -73,19 +74,19 @@ class ModelCollectives:
 
     @property
     def reduces(self) -> bool:
-        """Whether programs have all-reduces. Those of a single rank do as well: there they do nothing."""
+        """Whether programs have all-reduces. They do even for a single rank, where the all-reduce does nothing."""
         return self._tensor_parallel.world_size > 1 or self._data_parallel is None
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The communicators of the comm lane, once they are made, and those of vLLM, which ops on `compute` may use."""
+        """The comm lane's communicators, once they are made, and vLLM's own, which ops on `compute` may use."""
         groups = [group for group in (self._tensor_parallel, self._data_parallel) if group is not None]
         return [*self._own_groups, *(group.device_group for group in groups if group.world_size > 1)]
 
     def connect(self) -> None:
-        """Make the communicators of the comm lane. Collective over all ranks.
+        """Make the comm lane's communicators. Collective over all ranks.
 
-        They are separate from those of vLLM's groups, which ops on the compute lane use.
+        They are separate from the communicators of vLLM's groups, which ops on the compute lane use.
         """
         if self._tensor_parallel.world_size > 1:
             self._process_group = make_sibling(self._tensor_parallel, "dbo")
@@ -104,13 +105,13 @@ class ModelCollectives:
         get_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         takes_chunks: bool = False,
     ) -> SplitExperts | None:
-        """Return an MoE layer in parts, or None if its tokens stay on their rank and it is run as one op.
+        """Return a decomposed MoE layer, or None if its tokens stay on their rank, so that it runs as one op.
 
-        *get_logits* returns the router's logits, for experts that do not hold their gate; *takes_chunks* says that the
-        adapter declares sequence-parallel parts.
+        *get_logits* returns the router's logits, for experts that do not hold their gate. *takes_chunks* says that the
+        adapter also declares the ops of sequence parallel experts.
 
         Raises:
-            DeclineError: if it cannot be decomposed.
+            DeclineError: the layer cannot be decomposed.
         """
         layer = self._platform.get_moe_layer(experts)
         layer.get_logits = get_logits
@@ -139,7 +140,7 @@ class ModelCollectives:
         return SequenceParallelExperts(layer, self._get_dispatcher, exchanges_sizes, ranks, self.take_chunk)
 
     def decompose_attention(self, attention: torch.nn.Module) -> SplitLatentAttention | None:
-        """Return latent attention in parts, or None where it stays one op for `fused_attention_reason`."""
+        """Return decomposed latent attention, or None if it stays one op because of `fused_attention_reason`."""
         module = get_latent_module(attention)
         if module is None:
             return None
@@ -147,12 +148,12 @@ class ModelCollectives:
         return SplitLatentAttention(module) if self.fused_attention_reason is None else None
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
-        """Return *module* without the all-reduce at its end.
+        """Return *module* without its final all-reduce.
 
-        During the call the group's `all_reduce` returns its argument. That is correct only if the module returns this
-        very tensor (o_proj, down_proj and the late reduce of the MoE do), or is known to return a copy of it; each call
-        checks that. Norms that sum squares over the ranks do so on vLLM's communicator, as they always do. Where a
-        module reduces in more than one way, the platform knows which layer decides about it.
+        During the call, the group's `all_reduce` returns its argument. This is correct only if the module returns that
+        same tensor (o_proj, down_proj and the late reduce of the MoE do), or is known to return a copy of it. Each call
+        checks this. Norms that sum squares over the ranks still do so, on vLLM's communicator. If a module can reduce
+        in several ways, the platform knows which layer decides.
         """
         if self._tensor_parallel.world_size == 1:
             return module
@@ -165,7 +166,7 @@ class ModelCollectives:
         return functools.partial(self._run_without_reduce, module, copies, has_sums)
 
     def get_reducing_module(self, fn: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Return the module of which `without_reduce` made *fn*; None if it is not made by that."""
+        """Return the module that `without_reduce` made *fn* from; None if it was not made by `without_reduce`."""
         if isinstance(fn, functools.partial) and fn.func == self._run_without_reduce:
             module: Callable[..., Any] = fn.args[0]
             return module
@@ -173,7 +174,7 @@ class ModelCollectives:
 
     @contextmanager
     def without_reduces(self) -> Iterator[None]:
-        """Return a context manager without any reduce of the group: for tracing what `without_reduce` runs."""
+        """Return a context manager in which the group does not reduce, to trace functions made by `without_reduce`."""
         self._tensor_parallel.all_reduce = _keep  # shadows the method on this object
         try:
             yield
@@ -181,7 +182,7 @@ class ModelCollectives:
             del self._tensor_parallel.all_reduce
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Sum *partial* [tokens, hidden] over the ranks, in place where it is contiguous."""
+        """Sum *partial* [tokens, hidden] over the ranks, in place if it is contiguous."""
         if self._process_group is None:
             return partial
         total = partial.contiguous()
@@ -189,23 +190,23 @@ class ModelCollectives:
         return total
 
     def take_chunk(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return this rank's chunk of *x* [tokens, hidden] -> ([chunk, hidden], the number of tokens)."""
+        """Return this rank's chunk of *x* [tokens, hidden] -> ([chunk, hidden], number of tokens)."""
         group = self._tensor_parallel
         return pad_chunks(x, group.world_size).tensor_split(group.world_size)[group.rank_in_group], x.shape[0]
 
     def reduce_scatter(self, partial: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Sum *partial* [tokens, hidden] over the ranks -> as `take_chunk`, of the sum."""
+        """Sum *partial* [tokens, hidden] over the ranks -> (this rank's chunk of the sum, number of tokens)."""
         tokens, ranks = partial.shape[0], self._tensor_parallel.world_size
         chunks = [count_chunk(tokens, ranks)] * ranks
         return reduce_rows(pad_chunks(partial, ranks), chunks, self._get_process_group()), tokens
 
     def all_gather(self, chunk: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Return the tokens of all chunks [tokens, hidden]."""
+        """Gather the chunks of all ranks -> [tokens, hidden]."""
         chunks = [chunk.shape[0]] * self._tensor_parallel.world_size
         return gather_rows(chunk, chunks, self._get_process_group())[:tokens]
 
     def _fuse(self, layer: MoeLayer, takes_chunks: bool) -> FusedExperts:
-        """Return an MoE layer whose dispatch no op can hide, and with it what tensor parallel ranks communicate."""
+        """Return an MoE layer with fused dispatch: ops can hide only tensor parallel communication, not dispatch."""
         if layer.is_load_balanced:
             raise DeclineError("MoE communication is fused into its kernels", "and experts are load balanced")
         if self._expert_parallel is None or not takes_chunks:
@@ -222,7 +223,7 @@ class ModelCollectives:
         return self._process_group
 
     def _note_placement(self, layer: MoeLayer) -> None:
-        """Remember which experts are on this rank; one table serves all layers."""
+        """Remember which experts are on this rank. One table serves all layers."""
         placed = layer.expert_map
         if placed is None:
             raise DeclineError("DBO_DISPATCH=all_to_all needs every expert on one rank: --enable-expert-parallel")
@@ -241,7 +242,7 @@ class ModelCollectives:
         all_reduce: Callable[[torch.Tensor], torch.Tensor] = self._tensor_parallel.all_reduce
 
         def hold(partial: torch.Tensor) -> torch.Tensor:
-            if has_sums and partial.shape != args[-1].shape:  # sums of squares, not hidden states
+            if has_sums and partial.shape != args[-1].shape:  # these are sums of squares, not hidden states
                 return all_reduce(partial)
             held.append(partial)
             return partial
@@ -252,7 +253,7 @@ class ModelCollectives:
         finally:
             del self._tensor_parallel.all_reduce
         if copies and not held and not has_metadata():
-            return result  # profiling: attention is skipped, and its result means nothing
+            return result  # profiling skips attention, so its result is meaningless
         is_reduced = _has_rows_of if copies else _share_memory
         if len(held) != 1 or not is_reduced(result, held[0]):
             raise ProgramError(
@@ -268,7 +269,7 @@ def _keep(partial: torch.Tensor) -> torch.Tensor:
 
 
 def _run_unreduced(module: Callable[..., Any], projection: Any, *args: Any) -> torch.Tensor:
-    projection.reduce_results = False  # for this call only: unsplit steps reduce
+    projection.reduce_results = False  # only for this call, because unsplit steps reduce
     try:
         result: torch.Tensor = module(*args)
     finally:
@@ -277,13 +278,13 @@ def _run_unreduced(module: Callable[..., Any], projection: Any, *args: Any) -> t
 
 
 def _list_parts(module: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules in a module, or in those that a partial calls with it."""
+    """Return the modules inside a module, or inside those that a partial passes to it."""
     called = [module, *getattr(module, "args", ())]
     return [part for each in called if isinstance(each, torch.nn.Module) for part in each.modules()]
 
 
 def _has_rows_of(copied: torch.Tensor, reduced: torch.Tensor) -> bool:
-    """Return whether *copied* may be a copy of *reduced*, to which sparse attention adds rows of padding."""
+    """Return whether *copied* may be a copy of *reduced*. Sparse attention adds rows of padding to the copy."""
     fits = copied.shape[1:] == reduced.shape[1:] and copied.shape[0] >= reduced.shape[0]
     return fits and copied.dtype == reduced.dtype
 

@@ -1,4 +1,4 @@
-"""One MoE layer in parts: a platform's operations, with the dispatch of `dbo_runtime.engine.dispatch` between them."""
+"""A decomposed MoE layer: a platform's operations, with the dispatch of `dbo_runtime.engine.dispatch` between them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dbo_runtime.vllm_plugin.api.moe import MoeLayer, TakeChunk
 
 
 class SplitExperts:
-    """One MoE layer in parts; see `dbo_runtime.adapters.contract.ExpertParallel`.
+    """A decomposed MoE layer; see `dbo_runtime.adapters.contract.ExpertParallel`.
 
     Args:
-        layer: its operations.
-        get_dispatcher: returns the dispatcher, which is made after programs are recorded.
-        exchanges_sizes: whether that is an op of its own.
+        layer: the layer's operations.
+        get_dispatcher: function that returns the dispatcher, which is made only after programs are recorded.
+        exchanges_sizes: whether exchanging sizes is a separate op.
     """
 
     may_move_to_side = False  # the gate reads the forward context, and vLLM's kernels share a workspace with attention
@@ -32,11 +32,11 @@ class SplitExperts:
         self._get_dispatcher = get_dispatcher
 
     def gate(self, x: torch.Tensor, tokens: int | None = None, input_ids: torch.Tensor | None = None) -> Routing:
-        """Choose experts for *x* [tokens, hidden]; the micro-batch's forward context has the other ranks' sizes."""
+        """Choose experts for *x* [tokens, hidden]. The micro-batch's forward context has other ranks' sizes."""
         return self._route(x, get_rank_sizes(x.shape[0]), input_ids)
 
     def exchange_sizes(self, routing: Routing) -> Routing:
-        """Send every rank the number of rows that it will receive."""
+        """Send every rank the number of rows it will receive."""
         return self._get_dispatcher().exchange_sizes(routing)
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
@@ -60,11 +60,11 @@ class SplitExperts:
         return self._layer.merge(routed, *shared)
 
     def run_fused(self, x: torch.Tensor, tokens: int, input_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the experts of a chunk *x* in one op; only `FusedExperts` do."""
+        """Run the experts of a chunk *x* in one op. Only `FusedExperts` does this."""
         raise AssertionError("`is_fused` is False: its dispatch and combine are ops")
 
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...], input_ids: torch.Tensor | None) -> Routing:
-        """Choose experts and ranks for *x* [tokens, hidden]; *sizes* are the tokens that each rank dispatches."""
+        """Choose experts and ranks for *x* [tokens, hidden]. *sizes* are the tokens that each rank dispatches."""
         weights, ids = self._layer.choose_experts(x, input_ids)
         return self._get_dispatcher().choose_ranks(Routing(weights, ids, sizes, quantized=self._layer.quantize(x)))
 
@@ -73,9 +73,10 @@ class SequenceParallelExperts(SplitExperts):
     """An MoE layer whose tensor parallel ranks each dispatch a chunk of the tokens.
 
     Args:
-        layer, get_dispatcher, exchanges_sizes: as above; tokens are dispatched between all ranks that have experts.
-        ranks: that share the tokens.
-        take_chunk: takes a tensor parallel rank's chunk of what has a row for each token.
+        layer, get_dispatcher, exchanges_sizes: see `SplitExperts`; tokens are dispatched between all ranks with
+            experts.
+        ranks: number of ranks that share the tokens.
+        take_chunk: function that returns a tensor parallel rank's chunk of per-token rows.
     """
 
     is_sequence_parallel = True
@@ -94,14 +95,14 @@ class SequenceParallelExperts(SplitExperts):
         self._take_chunk = take_chunk
 
     def gate(self, x: torch.Tensor, tokens: int | None = None, input_ids: torch.Tensor | None = None) -> Routing:
-        """Choose experts for a chunk *x* [chunk, hidden] of *tokens* tokens."""
+        """Choose experts for a chunk *x* [chunk, hidden] of *tokens* tokens in all."""
         assert tokens is not None, "it has a chunk"
         sizes = [count_chunk(each, self._ranks) for each in get_rank_sizes(tokens) for _ in range(self._ranks)]
         routing = self._route(x, tuple(sizes), input_ids)
         return routing if routing.chosen is None else routing._replace(chosen=self._leave_out(routing.chosen, tokens))
 
     def _leave_out(self, chosen: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Send no padding of this rank's chunk to experts, whose load it would add to: *chosen* [chunk, ranks]."""
+        """Keep this rank's padding from experts, because it would add to their load: *chosen* [chunk, ranks]."""
         if tokens % self._ranks == 0:
             return chosen
         is_token, _ = self._take_chunk(chosen.new_ones(tokens))
@@ -109,10 +110,10 @@ class SequenceParallelExperts(SplitExperts):
 
 
 class FusedExperts(SequenceParallelExperts):
-    """An MoE layer whose kernels dispatch and combine, by a communicator of their own: see `ExpertParallel.run_fused`.
+    """An MoE layer whose kernels dispatch and combine, on their own communicator: see `ExpertParallel.run_fused`.
 
     Args:
-        layer, ranks, take_chunk: as above.
+        layer, ranks, take_chunk: see `SequenceParallelExperts`.
     """
 
     is_fused = True
@@ -123,7 +124,7 @@ class FusedExperts(SequenceParallelExperts):
     def run_fused(self, x: torch.Tensor, tokens: int, input_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run its experts -> [chunk, hidden].
 
-        The kernels take as many rows on each rank: those of the largest chunk of any data parallel rank.
+        The kernels take the same number of rows on each rank: that of the largest chunk of any data parallel rank.
         """
         rows = count_chunk(max(get_rank_sizes(tokens)), self._ranks)
         return self._layer.run_fused(x, tokens, rows, self._take_chunk, input_ids)

@@ -1,4 +1,4 @@
-"""Work that all ranks do together before serving, and that all of them end if one of them fails."""
+"""Work that all ranks do together before serving, and that ends on all ranks if it fails on one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class JointWork:
-    """Ranks that meet again and again while they work, and hear at the next meeting that one of them cannot go on.
+    """Ranks that meet repeatedly while they work, and learn at the next meeting if one of them cannot go on.
 
-    Without that, the others wait for a rank that has failed, until a time limit ends them. They still do if it fails
-    between two meetings in which they communicate otherwise: so ranks should meet before they do.
+    Otherwise the other ranks would wait for a failed rank until a time limit ends them. This still happens if a rank
+    fails between two meetings while ranks communicate in other ways, so ranks should meet before they do.
 
     Args:
         group: vLLM's coordinator of the ranks.
@@ -27,10 +27,10 @@ class JointWork:
         self._group = group
 
     def gather(self, own: Any = None) -> list[Any]:
-        """Return the value of each rank, which JSON can hold; see `agreement.gather`.
+        """Return the value of each rank, which must be JSON data; see `agreement.gather`.
 
         Raises:
-            RankError: on all ranks, if one of them has failed.
+            RankError: raised on all ranks if one of them has failed.
         """
         return self._meet(own, "")
 
@@ -39,12 +39,13 @@ class JointWork:
         """Tell the other ranks if the work inside this context fails here.
 
         Raises:
-            DboError: as it was raised here, or a RankError: if another error was raised, or another rank has failed.
+            DboError: the error raised here, if it is a DboError; or a RankError for any other error, or if another rank
+                failed.
         """
         try:
             yield
         except RankError:
-            raise  # all ranks know
+            raise  # all ranks know already
         except Exception as error:
             try:
                 self._meet(None, str(error) if isinstance(error, DboError) else repr(error))

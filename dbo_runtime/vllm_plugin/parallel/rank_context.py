@@ -1,4 +1,4 @@
-"""What a rank is served with: settings, platform, and the ranks it communicates with."""
+"""The setting in which a rank serves: settings, platform, and the ranks it communicates with."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What one rank of a served model shares with all that is set up for it.
+    """The data of one rank of a served model that all parts of its setup share.
 
     Attributes:
-        vllm_config: of the engine.
-        config: the settings of this package.
-        platform: that vLLM serves on.
+        vllm_config: vLLM's configuration of the engine.
+        config: settings of this package.
+        platform: the platform that vLLM serves on.
         groups: the ranks that communicate in a step.
-        stage: of a pipeline; the whole model without one.
-        hosts: on how many hosts the ranks are.
-        transport: how they communicate; see `Platform.get_transport`.
-        dispatch: how tokens reach experts on other ranks, `all_gather`, `all_to_all`, or `fused` into kernels.
-        log: bound to the stage, and silent but on the first rank of each.
+        stage: the pipeline stage; the whole model without a pipeline.
+        hosts: number of hosts that the ranks are on.
+        transport: means of communication between the ranks; see `Platform.get_transport`.
+        dispatch: way that tokens reach experts on other ranks: `all_gather`, `all_to_all`, or `fused` into kernels.
+        log: logger bound to the stage, silent except on each stage's first rank.
     """
 
     vllm_config: VllmConfig
@@ -50,7 +50,7 @@ class RankContext:
 
 
 def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: RuntimeConfig) -> RankContext:
-    """Return the context of the rank that serves *model*. Collective over all ranks: they count their hosts."""
+    """Return the context of the rank that serves *model*. Collective over all ranks, because they count their hosts."""
     platform, groups, stage = get_platform(), vllm_groups.get_groups(vllm_config), get_stage(model, vllm_config)
     if vllm_config.speculative_config is not None:
         stage = replace(stage, auxiliary=tuple(map(name_auxiliary, get_auxiliary_layers(model))))
@@ -59,7 +59,7 @@ def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: R
     hosts = len(set(gather(groups.all_ranks, vllm_groups.get_host())))
     transport = platform.get_transport(groups, hosts)
     dispatch = config.dispatch
-    if dispatch == "auto":  # asked of known releases only; on others nothing is split
+    if dispatch == "auto":  # only known releases are asked; on others nothing is split
         is_known = platform.check_support(config) is None
         dispatch = platform.choose_dispatch(vllm_config) if is_known else "all_gather"
     return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, dispatch, log)

@@ -1,7 +1,7 @@
-"""A stage of vLLM's pipeline: the layers on this rank, and the tensors that stages send to each other.
+"""A stage of vLLM's pipeline: the layers on this rank, and the tensors that stages send each other.
 
-vLLM's worker receives all of a step's tensors before it calls the forward, and sends all of them when it has returned.
-So they are cut on entry and merged on exit here; nothing in a forward could send or receive those of one micro-batch.
+vLLM's worker receives all tensors of a step before it calls the forward, and sends all of them after it returns. They
+are therefore cut on entry and merged on exit. A forward could not send or receive those of a single micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces import SupportsPP
 
 Results: TypeAlias = torch.Tensor | IntermediateTensors | tuple[torch.Tensor, list[torch.Tensor]]
-"""What a forward returns: hidden states [tokens, hidden], with auxiliary ones for a drafter if it reads some, or the
+"""The result of a forward: hidden states [tokens, hidden], with auxiliary ones if a drafter reads them; or the
 tensors for the next stage of a pipeline."""
 
 HIDDEN = "hidden_states"  # the name of hidden states between stages in every model family of vLLM
@@ -32,13 +32,13 @@ HIDDEN = "hidden_states"  # the name of hidden states between stages in every mo
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The stage of a pipeline that a rank serves; without a pipeline, the whole model.
+    """The pipeline stage that a rank serves; without a pipeline, the whole model.
 
     Attributes:
-        number: of the stage, from 0.
-        count: of stages.
-        layers: on this stage.
-        handed: names of the tensors that each stage sends to the next [tokens, hidden].
+        number: number of the stage, from 0.
+        count: number of stages.
+        layers: the layers on this stage.
+        handed: names of the tensors that each stage sends to the next one [tokens, hidden].
         auxiliary: names of the hidden states [tokens, hidden] that the last stage returns for a drafter, in order.
     """
 
@@ -50,25 +50,25 @@ class Stage:
 
     @property
     def name(self) -> str | None:
-        """The name that vLLM's workers have, such as `pp0`; None without a pipeline."""
+        """The name that vLLM's workers use, such as `pp0`; None without a pipeline."""
         return None if self.count == 1 else f"pp{self.number}"
 
     @property
     def is_first(self) -> bool:
-        """Whether it embeds tokens."""
+        """Whether this stage embeds tokens."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns normalized hidden states."""
+        """Whether this stage returns normed hidden states."""
         return self.number == self.count - 1
 
     def describe(self) -> dict[str, int]:
-        """Return what identifies this stage in a cost file; empty without a pipeline."""
+        """Return the keys that identify this stage in a cost file; empty without a pipeline."""
         return {} if self.count == 1 else {"pipeline": self.count, "stage": self.number}
 
     def check_program(self, program: Program) -> Decline | None:
-        """Return why a program is not one of this stage: it takes or returns other tensors; None if it is."""
+        """Decline a program that takes or returns other tensors than this stage; return None if it fits."""
         takes, gives = _name_inputs(program).keys(), {HIDDEN, *program.named} - {KEPT}
         missing = {*self.auxiliary} - gives
         if missing:
@@ -81,7 +81,7 @@ class Stage:
         return Decline("the program is not one of this pipeline", f"stages send {_list(handed)}; {stage}")
 
     def check_inputs(self, given: IntermediateTensors | None, tokens: int) -> Decline | None:
-        """Return why a step of *tokens* tokens cannot be split, by what the previous stage has sent, or None."""
+        """Decline a step of *tokens* tokens if the previous stage's tensors do not fit it; otherwise return None."""
         if given is None and self.is_first:
             return None
         sizes = {} if given is None else {name: tensor.shape[0] for name, tensor in given.tensors.items()}
@@ -92,7 +92,7 @@ class Stage:
         return None
 
     def join(self, program: Program, outputs: Sequence[Sequence[torch.Tensor]]) -> Results:
-        """Return the result of the forward from those of the micro-batches [micro-batches][outputs]."""
+        """Return the forward's result, joined from the micro-batches' outputs [micro-batches][outputs]."""
         joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*outputs, strict=True)]
         if self.is_last:
             return (joined[0], joined[1:]) if self.auxiliary else joined[0]
@@ -106,10 +106,10 @@ WHOLE_MODEL = Stage()
 def take_kept(
     program: Program, outputs: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return the outputs of micro-batches [micro-batches][outputs] without the `KEPT` one, and that one of each."""
+    """Return the micro-batches' outputs [micro-batches][outputs] without the `KEPT` output, and that output of each."""
     if KEPT not in program.named:
         return [[*each] for each in outputs], []
-    number = 1 + program.named.index(KEPT)  # after the result
+    number = 1 + program.named.index(KEPT)  # the result comes first
     return [[*each[:number], *each[number + 1 :]] for each in outputs], [each[number] for each in outputs]
 
 
@@ -130,12 +130,12 @@ def any_stage(own: bool) -> bool:
 
 
 def take_inputs(program: Program, given: IntermediateTensors) -> dict[str, torch.Tensor]:
-    """Return the tensors that the previous stage has sent, by the names of the program's inputs."""
+    """Return the tensors sent by the previous stage, under the names of the program's inputs."""
     return {own: given.tensors[name] for name, own in _name_inputs(program).items()}
 
 
 def name_results(result: Results, tokens: int | None = None) -> dict[str, torch.Tensor]:
-    """Return the result of a forward, by name, for the first *tokens* tokens: kernels need not compute padding."""
+    """Return a forward's result by name, cut to the first *tokens* tokens, because kernels need not compute padding."""
     if isinstance(result, IntermediateTensors):
         named = {**result.tensors}
     else:
@@ -145,14 +145,14 @@ def name_results(result: Results, tokens: int | None = None) -> dict[str, torch.
 
 
 def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | None:
-    """Return copies, which may be overwritten; None if nothing was sent."""
+    """Return copies that may be overwritten; None if nothing was sent."""
     if given is None:
         return None
     return IntermediateTensors({name: tensor.clone() for name, tensor in given.tensors.items()})
 
 
 def _name_inputs(program: Program) -> dict[str, str]:
-    """Return what a stage receives: vLLM's name of each tensor -> the name of the program's input."""
+    """Return the tensors that a stage receives: vLLM's name of each -> the name of the program's input."""
     names = (value.name for value in program.inputs if value.name not in (INPUT_IDS, POSITIONS))
     return {HIDDEN if name == X else name: name for name in names}
 

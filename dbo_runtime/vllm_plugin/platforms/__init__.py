@@ -1,1 +1,1 @@
-"""One object a platform: what is different on CPU, CUDA, and NPU."""
+"""One object per platform, with the differences between CPU, CUDA and NPU."""

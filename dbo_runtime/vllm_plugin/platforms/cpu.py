@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.api.groups import Groups
     from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
 
-_SHARED_MEMORY = "_CPUSHMDistributed"  # vLLM's class that reduces over shared memory
+_SHARED_MEMORY = "_CPUSHMDistributed"  # vLLM's class for reducing over shared memory
 
 
 class CpuPlatform(Platform):
-    """CPUs. A second compute lane would take the cores of the first, so there is one only with DBO_SIDE=on."""
+    """CPUs. A second compute lane would take cores from the first, so there is one only with DBO_SIDE=on."""
 
     has_device = True
     is_proven = True
@@ -39,7 +39,7 @@ class CpuPlatform(Platform):
     ) -> Device:
         """Open a device whose side lane is the calling thread.
 
-        vLLM's kernels for CPU share one scratchpad per process: two at a time end in a segmentation fault.
+        vLLM's CPU kernels share one scratchpad per process: two kernels at a time end in a segmentation fault.
         """
         from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
 
@@ -47,10 +47,10 @@ class CpuPlatform(Platform):
         return open_device(self.name, capture_state=capture_thread_state, inline={SIDE})
 
     def get_transport(self, groups: Groups, hosts: int) -> str:
-        """Return how ranks communicate; see `Platform.get_transport`.
+        """Return the ranks' transport; see `Platform.get_transport`.
 
-        If all ranks of a tensor parallel group are on one host, vLLM reduces over shared memory. That spins on the
-        cores that compute, and leaves nothing to hide.
+        If all ranks of a tensor parallel group are on one host, vLLM reduces over shared memory. This spins on the
+        cores that compute, so it leaves nothing to hide.
         """
         if groups.all_ranks.world_size == 1:
             return "none"
@@ -66,7 +66,7 @@ class CpuPlatform(Platform):
         return names[0] if names else platform.machine()
 
     def get_encoder_attention(self) -> type[EncoderAttention]:
-        """Return the attention of encoders that takes lengths from the host."""
+        """Return the encoder attention that takes lengths from the host."""
         from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
 
         return CpuAttention

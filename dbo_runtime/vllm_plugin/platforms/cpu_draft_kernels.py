@@ -1,4 +1,4 @@
-"""CPU kernels for speculative decoding, where vLLM's CPU runner leaves dispatchers on Triton's."""
+"""CPU kernels for speculative decoding, for dispatchers that vLLM's CPU runner leaves on Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def find_triton_dispatchers() -> dict[Any, Callable[..., None]]:
-    """Return the dispatchers that still launch a Triton kernel, each with a function that computes the same on CPU.
+    """Return the dispatchers that still launch a Triton kernel, each with an equivalent function for the CPU.
 
-    vLLM 0.30.0's `CPUModelRunner._postprocess_triton` sets the kernels by the names that they had before dispatchers
-    came: nothing reads those.
+    vLLM 0.30.0's `CPUModelRunner._postprocess_triton` sets the kernels under the names they had before dispatchers were
+    introduced. Nothing reads those names.
     """
     from vllm.triton_utils import HAS_TRITON
     from vllm.utils import cpu_triton_utils as cpu
@@ -20,7 +20,7 @@ def find_triton_dispatchers() -> dict[Any, Callable[..., None]]:
     from vllm.v1.spec_decode import utils
 
     if HAS_TRITON or not (hasattr(sampler, "_rejection_greedy_sample") and hasattr(cpu, "_FuncWrapper")):
-        return {}  # versions before and after have no such dispatchers
+        return {}  # earlier and later versions have no such dispatchers
     kernels: dict[Any, Callable[..., None]] = {
         sampler._rejection_greedy_sample: cpu._rejection_greedy_sample_kernel_impl,
         sampler._rejection_random_sample: cpu._rejection_random_sample_kernel_impl,
@@ -32,7 +32,7 @@ def find_triton_dispatchers() -> dict[Any, Callable[..., None]]:
 
 
 def set_cpu_kernels() -> None:
-    """Let these dispatchers call the functions for CPU."""
+    """Make these dispatchers call the CPU functions."""
     from vllm.utils import cpu_triton_utils as cpu
 
     for dispatcher, function in find_triton_dispatchers().items():
@@ -49,7 +49,7 @@ def expand(
 ) -> None:
     """Repeat each request's value [requests] for its tokens -> *output* [tokens], with one value replaced.
 
-    vLLM's own function for CPU takes another name for *input*, and converts floats to a copy that it then drops.
+    vLLM's own CPU function has another name for *input*, and converts floats to a copy that it then drops.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(input == replace_from, torch.as_tensor(replace_to, dtype=input.dtype), input)
@@ -69,9 +69,9 @@ def advance_drafts(
     PAD_ID: int,
     batch_size: int,
 ) -> None:
-    """Advance each request by a drafted token: positions, slots of the KV cache and lengths, each [requests].
+    """Advance each request by one drafted token: positions, KV cache slots and lengths, each [requests].
 
-    vLLM's own function for CPU takes another name for the stride.
+    vLLM's own CPU function has another name for the stride.
     """
     from vllm.utils.cpu_triton_utils import _eagle_step_slot_mapping_metadata_kernel_impl as advance
 

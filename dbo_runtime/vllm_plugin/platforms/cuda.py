@@ -1,4 +1,4 @@
-"""The platform of NVIDIA GPUs, on which steps are split as far as evidence from a GPU goes."""
+"""The platform of NVIDIA GPUs. Steps are split where runs on a GPU have shown them to be equal."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class CudaPlatform(Platform):
-    """NVIDIA GPUs. What is proven is a release of vLLM with one of its model runners and an attention backend.
+    """NVIDIA GPUs. What is proven is a combination of vLLM release, model runner and attention backend.
 
-    What else a model has, such as drafts or quantized weights, the first steps of each kind show where it is served.
+    Other properties of a model, such as drafts or quantized weights, are covered by comparing each kind's first steps.
     """
 
     has_device = True
     is_proven = True
-    compares_first_steps = True  # a driver, a chip or a kernel may differ from those of the evidence
-    pads_batches = True  # to the size of a graph
+    compares_first_steps = True  # driver, chip or kernel may differ from the evidence
+    pads_batches = True  # pads to the size of a CUDA graph
 
     def check_version(self) -> Decline | None:
-        """Return why this vLLM is not split on a GPU without comparing, or None: a GPU has compared its steps."""
+        """Return why steps of this vLLM are only split when compared, or None if a GPU has compared its steps."""
         proven = sorted({each.vllm for each in read_evidence()})
         actual = _find_release()
         if actual in proven:
@@ -35,9 +35,9 @@ class CudaPlatform(Platform):
         return Decline("not proven on 'cuda' yet", detail)
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield the model runner, or the attention backends, with which no GPU has compared steps.
+        """Yield the model runner or the attention backends whose steps no GPU has compared.
 
-        AMD's GPUs are vLLM's device type `cuda`, too, and some of their backends have the same names and other kernels.
+        AMD GPUs also have vLLM's device type `cuda`, and some of their backends have the same names but other kernels.
         """
         from vllm.platforms import current_platform
 
@@ -58,14 +58,14 @@ class CudaPlatform(Platform):
             )
 
     def check_encoder(self, encoder: str) -> Decline | None:
-        """Return that it is not: a model's attention backend says nothing of its encoder, and no GPU has run one yet.
+        """Always decline: a model's attention backend says nothing about its encoder, and no GPU has run one yet.
 
-        Once the kit shows one, evidence is to name it.
+        Once the GPU kit covers an encoder, the evidence should name it.
         """
         return Decline("vision encoder not proven on 'cuda' yet", encoder)
 
     def describe(self, vllm_config: VllmConfig) -> Iterator[str]:
-        """Yield what vLLM's defaults on CUDA mean for split steps: its runner, graphs, and asynchronous scheduling."""
+        """Yield how vLLM's defaults on CUDA affect split steps: runner, CUDA graphs and asynchronous scheduling."""
         from dbo_runtime.vllm_plugin.api.attention import name_backends
         from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 
@@ -88,7 +88,7 @@ class CudaPlatform(Platform):
 
 
 def _find_release() -> str | None:
-    """Return the release of vLLM that is installed, without the mark of its build; None if there is none."""
+    """Return the installed vLLM release without the build's suffix; None if there is none."""
     try:
         return version("vllm").partition("+")[0]
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a GPU has shown to be equal, split and unsplit: `make hardware` writes the file from runs of the GPU kit."""
+"""Evidence from GPUs that split steps equal unsplit ones. `make hardware` writes the file from runs of the GPU kit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FIRST, SECOND = "first", "second"
 
 
 class Evidence(NamedTuple):
-    """Split steps that were equal to unsplit ones on a GPU.
+    """Split steps that equalled unsplit ones on a GPU.
 
     Attributes:
         vllm: the release of vLLM.
-        backend: the name of its attention backend, such as FLASH_ATTN.
+        backend: name of the attention backend, such as FLASH_ATTN.
         runner: `FIRST` or `SECOND`.
-        chip: the GPU's name.
+        chip: name of the GPU.
         date: day of the run, as YYYY-MM-DD.
-        steps: number of split steps that were compared.
+        steps: number of split steps compared.
     """
 
     vllm: str
@@ -34,6 +34,6 @@ class Evidence(NamedTuple):
 
 @cache
 def read_evidence() -> tuple[Evidence, ...]:
-    """Return all evidence that this release of the package has; none, if no GPU has run the kit."""
+    """Return all evidence in this release of the package; empty if no GPU has run the kit."""
     text = files(__package__).joinpath(FILE).read_text(encoding="utf-8")
     return tuple(Evidence(**entry) for entry in json.loads(text)["evidence"])

@@ -1,4 +1,4 @@
-"""Attention of encoders within sequences whose lengths are known on the host."""
+"""Attention of encoders, within sequences whose lengths are known on the host."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-PADDED_HEAD_SIZE = 128  # the NPU's kernels take this for all heads above UNPADDED_HEAD_SIZE
+PADDED_HEAD_SIZE = 128  # size that NPU kernels need for all heads above UNPADDED_HEAD_SIZE
 UNPADDED_HEAD_SIZE = 64
 
 Kernel = Callable[..., Any]
 
 
 class EncoderAttention(Protocol):
-    """Attention of one shape: query heads and key and value heads on this rank, their size, and the scale of scores."""
+    """Attention of one shape: this rank's query heads and KV heads, the head size, and the scale of scores."""
 
     def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None: ...
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Sequence[int]
     ) -> torch.Tensor:
-        """Attend within sequences, one after the other.
+        """Attend within consecutive sequences.
 
         Args:
-            query: [patches, heads, size].
-            key: [patches, kv heads, size].
-            value: [patches, kv heads, size].
-            counts: patches of each sequence; together all.
+            query: queries [patches, heads, size].
+            key: keys [patches, kv heads, size].
+            value: values [patches, kv heads, size].
+            counts: number of patches of each sequence; they add up to all patches.
 
         Returns:
-            [patches, heads, size].
+            The attention output [patches, heads, size].
         """
 
 
 class CpuAttention(EncoderAttention):
-    """Attention on the CPU: consecutive sequences of equal length in one call.
+    """Attention on the CPU, with one call per run of sequences of equal length.
 
-    Each sequence is computed separately, so results are bitwise those of one call per sequence.
+    Each sequence is computed separately, so results are bitwise equal to one call per sequence.
     """
 
     def __init__(self, heads: int, kv_heads: int, size: int, scale: float) -> None:
@@ -62,7 +62,7 @@ class CpuAttention(EncoderAttention):
 class NpuAttention(EncoderAttention):
     """Attention on an NPU, whose kernels take lengths as integers.
 
-    With NNAL that is `_npu_flash_attention_unpad`, as in vllm-ascend; otherwise CANN's fused attention. Heads between
+    With NNAL this is `_npu_flash_attention_unpad`, as in vllm-ascend, otherwise CANN's fused attention. Heads between
     the two head sizes are padded with zeros, which changes no score.
     """
 
@@ -88,7 +88,7 @@ class NpuAttention(EncoderAttention):
 
 
 def get_unpadded_kernel() -> Kernel | None:
-    """Return NNAL's attention, or None where torch_npu has none."""
+    """Return NNAL's attention kernel, or None if torch_npu lacks it."""
     return getattr(torch.ops.atb, "_npu_flash_attention_unpad", None)
 
 
@@ -109,7 +109,7 @@ def _attend_fused(
 
 
 def _list_runs(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return (first patch, end, length of each sequence) of each run of sequences of equal length."""
+    """Yield (first patch, end, length of each sequence) for each run of sequences of equal length."""
     first = 0
     for count, run in groupby(counts):
         last = first + count * sum(1 for _ in run)

@@ -14,7 +14,7 @@ from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, F
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND, Proven
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
-if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
+if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     import torch
     import torch.distributed as dist
     from structlog.typing import FilteringBoundLogger
@@ -31,14 +31,14 @@ if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor
 ASCEND_FIELDS = FIELDS._replace(
     per_request=(*FIELDS.per_request, "group_len", "group_key_idx", "group_key_cache_idx"),
     per_token=(*FIELDS.per_token, "positions_cpu"),
-    # Of ranks that share out keys: builders derive them again from the lengths, as for drafts.
+    # Fields of ranks that share out keys: builders derive them again from the lengths, as for drafts.
     dropped=(*FIELDS.dropped, "context_parallel_metadata", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu"),
     derived=("seq_lens_cpu", "_seq_lens_cpu", "num_computed_tokens_cpu", "_num_computed_tokens_cpu"),
-    # Prefill context parallel, and KV caches that are offloaded token by token.
+    # Prefill context parallelism, and KV caches that are offloaded token by token.
     unsupported=(
         *(name for name in FIELDS.unsupported if name != "dcp_local_seq_lens"),
-        "prefill_context_parallel_metadata",  # of both, in 0.23.0
-        "kvcomp_metadata",  # in 0.23.0: caches that are compressed
+        "prefill_context_parallel_metadata",  # both, in 0.23.0
+        "kvcomp_metadata",  # compressed caches, in 0.23.0
         "req_ids_tensor",
         "token_to_req",
         "req_topk_buffer_slots",
@@ -49,22 +49,22 @@ ASCEND_FIELDS = FIELDS._replace(
 
 
 class NpuPlatform(Platform):
-    """NPUs with vllm-ascend, which is imported only where it is called."""
+    """NPUs with vllm-ascend, which is imported only inside calls."""
 
     has_device = True
     is_proven = True  # on a stand-in for CANN
     notice = "no NPU has run this yet, only a stand-in for CANN"
-    # Without attention metadata: zeros, and no all-reduce.
+    # Without attention metadata these return zeros, without an all-reduce.
     copying_modules = ("AscendMultiHeadLatentAttention", "AscendDeepseekSparseAttention")
     fields: Fields = ASCEND_FIELDS
-    sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask", "input_ids")  # the last one in 0.23.0
-    pads_batches = True  # all data parallel ranks to the longest batch
+    sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask", "input_ids")  # the last one is in 0.23.0
+    pads_batches = True  # all data parallel ranks are padded to the longest batch
     drafts_from_states = True
     supports_dcp = True
-    cuts_decodes = True  # a piece has fewer queries than the decode
+    cuts_decodes = True  # each part has fewer queries than the decode
 
     def check_version(self) -> Decline | None:
-        """Return why steps of this vllm-ascend have not been compared with unsplit ones, or None if they have."""
+        """Return why steps of this vllm-ascend are not proven, or None if they have been compared with unsplit ones."""
         actual = find_release()
         if actual is None:
             return Decline("vllm-ascend is not installed")
@@ -74,42 +74,42 @@ class NpuPlatform(Platform):
         return Decline("this version of vllm-ascend is not known to dbo_runtime", f"{actual}; known: {known}")
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield the architecture, the quantized weights and the drafter that were not run with vllm-ascend."""
+        """Yield the architecture, quantized weights and drafter, each if it was not compared with vllm-ascend."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 
         return list_unproven(vllm_config, _find_proven())
 
     def check_encoder(self, encoder: str) -> Decline | None:
-        """Return why a vision encoder of this class is not split without being compared, or None: it ran here."""
+        """Return why a vision encoder of this class is not split unless compared, or None if it was compared here."""
         if encoder in _find_proven().encoders:
             return None
         return Decline("this vision encoder is not proven with vllm-ascend yet", encoder)
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield each feature of vllm-ascend in use that splitting does not support."""
+        """Yield each vllm-ascend feature in use that splitting does not support."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unsupported
 
         return list_unsupported(vllm_config)
 
     def drafts_in_pipeline(self, vllm_config: VllmConfig) -> bool:
-        """Return whether this is a prefill node: elsewhere vllm-ascend's own patch of the scheduler fails."""
+        """Return whether this is a prefill node. On others, vllm-ascend's own patch of the scheduler fails."""
         transfer = vllm_config.kv_transfer_config
         return transfer is not None and transfer.kv_role == "kv_producer"
 
     def choose_dispatch(self, vllm_config: VllmConfig) -> str:
-        """Return how vllm-ascend's own steps do; where its shared experts need it, `all_to_all`."""
+        """Return the dispatch of vllm-ascend's own steps, or `all_to_all` where its shared experts need that."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import choose_dispatch
 
         return choose_dispatch(vllm_config)
 
     def check_step(self, context: ForwardContext, dispatch: str = "all_gather") -> Decline | None:
-        """Return why a step is not split, from what is equal on all ranks: how it dispatches tokens to experts."""
+        """Return why a step is not split: its dispatch to experts, which is equal on all ranks; otherwise None."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import check_communication
 
         return check_communication(context, dispatch)
 
     def prepare_model(self, model: torch.nn.Module) -> None:
-        """Divide what layers share among micro-batches: rotary tables, chosen keys."""
+        """Divide data that layers share among micro-batches: rotary tables, chosen keys."""
         from dbo_runtime.vllm_plugin.platforms.npu_indices import divide_indices
         from dbo_runtime.vllm_plugin.platforms.npu_rotary import slice_rotary_tables
 
@@ -125,7 +125,7 @@ class NpuPlatform(Platform):
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger
     ) -> Device:
-        """Open the NPU, whose side lane may be kept to some of its cores."""
+        """Open the NPU. Its side lane may be limited to some of its cores."""
         if not config.side_cores:
             return open_device(self.name, groups=process_groups)
         from dbo_runtime.devices.npu import CoreLimit
@@ -133,7 +133,7 @@ class NpuPlatform(Platform):
         return open_device(self.name, groups=process_groups, core_limits={SIDE: CoreLimit(*config.side_cores)})
 
     def get_encoder_attention(self) -> type[EncoderAttention] | None:
-        """Return the attention of encoders that takes lengths from the host, where an encoder has run."""
+        """Return the encoder attention that takes lengths from the host, if an encoder has run on this release."""
         if not _find_proven().encoders:
             return None
         from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
@@ -141,7 +141,7 @@ class NpuPlatform(Platform):
         return NpuAttention
 
     def get_moe_layer(self, runner: MoERunner) -> MoeLayer:
-        """Return the operations of an MoE layer of vllm-ascend, or of vLLM where that is left."""
+        """Return the operations of an MoE layer of vllm-ascend, or of vLLM where vllm-ascend uses that."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import MOE_RUNNERS, AscendMoeLayer
         from dbo_runtime.vllm_plugin.platforms.npu_fused_moe import MOE_CLASSES, AscendFusedMoeLayer
 
@@ -151,31 +151,31 @@ class NpuPlatform(Platform):
         return AscendMoeLayer(runner) if name in MOE_RUNNERS else super().get_moe_layer(runner)
 
     def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
-        """Set the numbers of tokens that vllm-ascend keeps in the forward context of a slice."""
+        """Set the token counts that vllm-ascend keeps in a slice's forward context."""
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_context
 
         complete_context(part, piece, sizes)
 
     def return_context(self, part: ForwardContext, step: ForwardContext) -> None:
-        """Let layers of a slice communicate as vllm-ascend chose for the step."""
+        """Restore in a slice's context the kind of communication that vllm-ascend chose for the step."""
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import return_context
 
         return_context(part, step)
 
     def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
-        """Return the common metadata of a slice with the lengths and the state that vllm-ascend derives."""
+        """Return a slice's common metadata with the lengths and the state that vllm-ascend derives."""
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import complete_metadata
 
         return complete_metadata(part, self.fields.derived, tokens)
 
     def get_build_arguments(self, metadata: AttentionMetadata) -> dict[str, Any]:
-        """Return arguments by which ranks that share out keys attend in a slice as they do in its step."""
+        """Return build arguments that make ranks with shared-out keys attend in a slice as they do in its step."""
         from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import keep_exchange
 
         return keep_exchange(metadata)
 
     def can_cut_requests(self, common: CommonAttentionMetadata, vllm_config: VllmConfig) -> bool:
-        """Return whether a request may be cut: only with chunked prefill do its kernels read the cache in a prefill."""
+        """Return whether a request may be cut. Kernels read the cache in a prefill only with chunked prefill."""
         chunks = bool(vllm_config.scheduler_config.enable_chunked_prefill)
         return chunks and super().can_cut_requests(common, vllm_config)
 
@@ -186,14 +186,17 @@ class NpuPlatform(Platform):
         return new_rotary_tables()
 
     def repeating_step(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a step adds nothing to the load of experts."""
+        """Return a context manager in which a step does not count the load of experts."""
         from dbo_runtime.vllm_plugin.platforms.npu_experts import without_loads
 
         return without_loads()
 
 
 def _find_proven() -> Proven:
-    """Return what was compared with the installed release; another one is declined itself, if not for DBO_CHECK=1."""
+    """Return the proven configurations of the installed release; or of the latest known one.
+
+    `check_version` declines an unknown release, except under DBO_CHECK=1.
+    """
     return PROVEN_ON_ASCEND.get(find_release() or "", PROVEN_ON_ASCEND[LATEST_ASCEND])
 
 

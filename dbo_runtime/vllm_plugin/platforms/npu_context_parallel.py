@@ -1,10 +1,10 @@
-"""Sparse attention whose tokens (DSA-CP) or KV cache (DCP) are sharded among tensor parallel ranks, or both.
+"""Sparse attention whose tokens (DSA-CP), KV cache (DCP), or both are sharded among tensor parallel ranks.
 
-With DSA-CP, each rank attends with all heads from a chunk of the tokens, and reaches the other ranks inside attention,
-through vLLM's own group: keys are gathered, and then either the weights of the last projection are gathered, too, or
-tokens are exchanged for heads. With decode context parallel (DCP), each rank caches a part of the keys: in steps that
-prefill, ranks gather the blocks that are referred to; in steps of decodes they gather queries, attend to their own keys
-and merge the results. All of it is within one op, so micro-batches share none of it. Read against vllm-ascend
+With DSA-CP, each rank attends with all heads from a chunk of the tokens, and communicates inside attention, through
+vLLM's own group. Keys are gathered; then either the last projection's weights are gathered, too, or tokens are
+exchanged for heads. With decode context parallelism (DCP), each rank caches a part of the keys. In steps with prefills,
+ranks gather the blocks that are referred to. In steps with decodes only, they gather queries, attend to their own keys
+and merge the results. All of this is inside one op, so micro-batches share none of it. Read against vllm-ascend
 0.30.0rc2.
 """
 
@@ -35,8 +35,8 @@ def shares_out_tokens() -> bool:
 def get_projection(parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
     """Return the last projection of such an attention among *parts*; None if there is none.
 
-    Where it says that results are reduced, ranks gather what each has computed, or all-reduce it. Where it does not,
-    they return parts of a sum either way: what a rank has computed, and zeros for other tokens.
+    If its flag says that results are reduced, ranks gather their results, or all-reduce them. If not, ranks return
+    partial sums in both cases: their own results, with zeros for other tokens.
     """
     attentions: Iterator[Any] = (getattr(part, "impl", None) for part in parts)
     found = (attention.o_proj for attention in attentions if type(attention).__name__ in ATTENTIONS)
@@ -44,10 +44,11 @@ def get_projection(parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
 
 
 def keep_exchange(metadata: AttentionMetadata) -> dict[str, Any]:
-    """Return arguments of a build for a slice by which its ranks gather keys if those of its step do.
+    """Return build arguments that make the ranks of a slice gather keys if those of its step do.
 
-    A slice without a prefill would gather queries instead, and merged results differ in rounding. vllm-ascend has an
-    argument for ranks that have no prefill while others do (prefill context parallel): a slice is told the same.
+    A slice without a prefill would gather queries instead, and the merged results differ in rounding. vllm-ascend has
+    an argument for ranks without a prefill while other ranks have one (prefill context parallelism). Slices get the
+    same.
     """
     if type(metadata).__name__ not in SHARDED or not getattr(metadata, "num_prefills", 0):
         return {}

@@ -1,9 +1,9 @@
-"""vllm-ascend's MoE layer, decomposed at its own seams: router, dispatcher, experts.
+"""vllm-ascend's MoE layer, decomposed into its own parts: router, dispatcher, experts.
 
-Read against ops/fused_moe of vllm-ascend 0.30.0rc2. Its prepare and finalize are one object for all layers that keeps
-sizes between the two, and reach the other ranks through a forward context. Here `dbo_runtime.engine.dispatch` replaces
-them, which keeps no state. What runs between them remains: the dispatcher that sorts gathered tokens, the experts, and
-the sum over each token's experts.
+Read against ops/fused_moe of vllm-ascend 0.30.0rc2. There, all layers share one object for prepare and finalize, which
+keeps sizes between the two and communicates through a forward context. `dbo_runtime.engine.dispatch` replaces it and
+keeps no state. The code between prepare and finalize remains in use: the dispatcher that sorts gathered tokens, the
+experts, and the sum over each token's experts.
 """
 
 from __future__ import annotations
@@ -33,51 +33,51 @@ if TYPE_CHECKING:
     from vllm_ascend.ops.fused_moe.shared_experts import AscendSharedExperts
 
 MOE_RUNNERS = ("AscendMoERunner",)
-"""What runs an MoE layer."""
+"""Classes that run an MoE layer."""
 
 INT8_METHODS = ("AscendW8A8DynamicFusedMoEMethod", "AscendW4A8DynamicFusedMoEMethod")
-"""What applies weights to tokens in int8, each with a scale (`npu_dynamic_quant`)."""
+"""Classes that apply weights to int8 tokens, each with a scale (`npu_dynamic_quant`)."""
 
 MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", *INT8_METHODS)
-"""What applies a layer's weights by calling the communication method's experts, and does nothing else."""
+"""Classes that apply a layer's weights by calling the communication method's experts, and do nothing else."""
 
-EXCHANGING = "ALLTOALL"  # MoE communication that split steps replace, as they do `GATHERING`
-FUSED = ("MC2", "FUSED_MC2")  # that is in kernels, and stays
-COLLECTS = "eplb_heat_collection_status"  # of a forward context: whether the load of experts is collected in this step
-MANY_TOKENS = 1 << 30  # more than MC2 takes
+EXCHANGING = "ALLTOALL"  # MoE communication that split steps replace, like `GATHERING`
+FUSED = ("MC2", "FUSED_MC2")  # MoE communication inside kernels, which stays
+COLLECTS = "eplb_heat_collection_status"  # forward context field: whether this step counts the load of experts
+MANY_TOKENS = 1 << 30  # more tokens than MC2 takes
 
 
 class AlignedTokens:
-    """In the place of a method of communication while a router asks it for token ids: they stay."""
+    """A stand-in for a communication method while a router asks it to align token ids: it leaves them unchanged."""
 
     @property
     def prepare_finalize(self) -> AlignedTokens:
-        """What gathers, in vllm-ascend's methods."""
+        """The object that gathers in vllm-ascend's methods."""
         return self
 
     def all_gather_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return token ids [tokens] as they are."""
+        """Return the token ids [tokens] unchanged."""
         return input_ids
 
     def pad_and_split_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return token ids [tokens] as they are."""
+        """Return the token ids [tokens] unchanged."""
         return input_ids
 
 
 class AscendMoeLayer(MoeLayer):
-    """The operations of one MoE layer of vllm-ascend."""
+    """The operations of a vllm-ascend MoE layer."""
 
     @property
     def has_replicated_shared_experts(self) -> bool:
-        """Whether each tensor parallel rank has all of the shared experts (`enable_shared_expert_dp`)."""
+        """Whether each tensor parallel rank holds the shared experts in full (`enable_shared_expert_dp`)."""
         return self.has_shared_experts and bool(self._runner.ascend_shared_experts.weights_replicated)
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """The number on this rank of each expert [experts]; see `MoeLayer.expert_map`.
+        """This rank's number for each expert [experts]; see `MoeLayer.expert_map`.
 
-        With expert load balancing it is the map of physical experts: vllm-ascend maps logical ones to them when it
-        routes, and keeps this map as the layer was made with it, in order.
+        With expert load balancing it is the map of physical experts. vllm-ascend maps logical experts to physical ones
+        when it routes, and keeps this map as it was when the layer was made, in order.
         """
         routed = self._runner.routed_experts
         placed: torch.Tensor | None = getattr(routed, "ascend_expert_map", routed.expert_map)
@@ -107,8 +107,8 @@ class AscendMoeLayer(MoeLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token].
 
-        For experts that are chosen by token ids, vllm-ascend's router gathers or chunks those as its own steps do *x*:
-        here they are those of *x* already.
+        For experts chosen by token id, vllm-ascend's router gathers or chunks the ids as its own steps do with *x*.
+        Here the ids are already those of *x*.
         """
         runner = self._runner
         route = self.get_logits if runner.gate is None else None
@@ -120,10 +120,10 @@ class AscendMoeLayer(MoeLayer):
         return weights, ids
 
     def quantize(self, x: torch.Tensor) -> QuantizedTokens | None:
-        """Quantize *x* [tokens, hidden] if its experts take int8: half of bf16's bytes.
+        """Quantize *x* [tokens, hidden] if its experts take int8, which halves the bytes of bf16.
 
-        vllm-ascend's all-to-all does so, and its all-gather does after it. Each token is quantized by itself, so
-        experts get the same integers.
+        vllm-ascend's all-to-all does so before sending; its all-gather quantizes afterwards. Each token is quantized by
+        itself, so experts get the same integers.
         """
         if self._method not in INT8_METHODS:
             return None
@@ -139,12 +139,12 @@ class AscendMoeLayer(MoeLayer):
         return result
 
     def run_experts(self, arrived: DispatchedTokens) -> torch.Tensor:
-        """Run this rank's experts on dispatched tokens, as after a gather: those of other ranks add nothing."""
+        """Run this rank's experts on dispatched tokens, as after a gather: experts of other ranks add nothing."""
         layer = self._runner.routed_experts
-        if not arrived.x.shape[0]:  # vllm-ascend's own steps have no such call
+        if not arrived.x.shape[0]:  # vllm-ascend's own steps never call with no rows
             return arrived.x.new_empty(arrived.x.shape, dtype=self._runner.moe_config.in_dtype)
         forward_context.get_forward_context().moe_comm_method = _get_method(GATHERING, self._runner.moe_config)
-        layer.ascend_pertoken_scale = arrived.scales  # where vllm-ascend's own `forward_impl` hands it on
+        layer.ascend_pertoken_scale = arrived.scales  # same place as in vllm-ascend's own `forward_impl`
         try:
             applied = layer.quant_method.apply(layer, arrived.x, arrived.weights, arrived.ids, None, None)
         finally:
@@ -158,8 +158,8 @@ class AscendMoeLayer(MoeLayer):
     ) -> torch.Tensor:
         """Route a chunk *x* [chunk, hidden] of *tokens* tokens and run MC2's kernels -> [chunk, hidden].
 
-        vllm-ascend's prepare and finalize chunk and gather tokens, too, and keep sizes between the two: here both are
-        left out. A mask keeps padding, up to *rows* rows on each rank, from being sent.
+        vllm-ascend's prepare and finalize also chunk and gather tokens, and keep sizes in between, so both are left out
+        here. Each rank pads to *rows* rows. A mask keeps the padding from being sent.
         """
         layer, context = self._runner.routed_experts, forward_context.get_forward_context()
         padding = rows - x.shape[0]
@@ -168,7 +168,7 @@ class AscendMoeLayer(MoeLayer):
         weights, ids = self.choose_experts(padded, None if input_ids is None else pad(input_ids, (0, padding)))
         context.moe_comm_type = _select_kind(get_current_vllm_config())
         context.moe_comm_method = _get_method(context.moe_comm_type.name, self._runner.moe_config)
-        layer.ascend_mc2_mask = pad(active, (0, padding))  # where vllm-ascend's own `forward_impl` hands it on
+        layer.ascend_mc2_mask = pad(active, (0, padding))  # same place as in vllm-ascend's own `forward_impl`
         try:
             applied = layer.quant_method.apply(layer, padded, weights, ids, None, None)
         finally:
@@ -177,34 +177,34 @@ class AscendMoeLayer(MoeLayer):
         return result
 
     def _add_load(self, applied: FusedExpertsResult) -> None:
-        """Count the rows of each expert, as vllm-ascend's own `forward_impl` does: the sum over a step is the same."""
+        """Count the rows of each expert, like vllm-ascend's own `forward_impl`, so that a step's sum is the same."""
         layer = self._runner.routed_experts
         if layer.dynamic_eplb and getattr(forward_context.get_forward_context(), COLLECTS, False):
-            layer.moe_load.add_(applied.expert_tokens)  # counts, as `GATHERING` gives them
+            layer.moe_load.add_(applied.expert_tokens)  # counts, in the form that `GATHERING` gives
 
     @property
     def _method(self) -> str:
-        """What applies the weights; a wrapper of all quantized methods has it inside."""
+        """The class that applies the weights. A wrapper of all quantized methods holds it."""
         method = self._runner.routed_experts.quant_method
         return type(getattr(method, "quant_method", method)).__name__
 
     @cached_property
     def _shared_experts(self) -> AscendSharedExperts:
-        """The shared experts without a stream and collectives of vllm-ascend's: lanes have their own."""
+        """The shared experts without vllm-ascend's own stream and collectives, because lanes replace them."""
         from vllm_ascend.ops.fused_moe.shared_experts import SharedExpertParallelMode
 
         shared = copy(self._runner.ascend_shared_experts)
         shared.multistream_overlap = False
-        shared.parallel_mode = lambda: SharedExpertParallelMode.TENSOR_PARALLEL  # others chunk or gather tokens
+        shared.parallel_mode = lambda: SharedExpertParallelMode.TENSOR_PARALLEL  # other modes chunk or gather tokens
         return shared
 
 
 def choose_dispatch(vllm_config: VllmConfig) -> str:
-    """Return how tokens reach experts on other ranks: as in vllm-ascend's own steps of many tokens.
+    """Return how tokens reach experts on other ranks, as in vllm-ascend's own steps of many tokens.
 
-    Where it gathers them but each rank has all of the shared experts, only chunks leave nothing to reduce twice: with
-    FlashComm tokens are in chunks, otherwise they are by all-to-all. Kernels do it if they do in steps of any size, and
-    data parallel ranks then know each other's tokens, which those that decode for others may not.
+    If vllm-ascend gathers them, but each rank holds the shared experts in full, only chunks avoid a second reduce.
+    With FlashComm tokens are already in chunks; otherwise all-to-all makes chunks. Kernels dispatch if they do so for
+    steps of any size. Data parallel ranks then know each other's token counts, which nodes that only decode may not.
     """
     parallel = vllm_config.parallel_config
     if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel):
@@ -224,9 +224,9 @@ def choose_dispatch(vllm_config: VllmConfig) -> str:
 
 
 def check_communication(context: ForwardContext, dispatch: str) -> Decline | None:
-    """Return why a step is not split, from what is equal on all ranks: how it dispatches tokens to experts.
+    """Return why a step is not split because of its dispatch to experts, which is equal on all ranks; otherwise None.
 
-    vllm-ascend chooses that by the number of tokens of the unsplit step; *dispatch* is what the program does.
+    vllm-ascend chooses the dispatch by the unsplit step's number of tokens; *dispatch* is the program's.
     """
     kind = getattr(getattr(context, "moe_comm_type", None), "name", None)
     if kind is None or kind in (FUSED if dispatch == "fused" else (GATHERING, EXCHANGING)):
@@ -247,14 +247,14 @@ def without_loads() -> Iterator[None]:
 
 
 def _select_kind(vllm_config: VllmConfig) -> MoECommType:
-    """Return how vllm-ascend's largest steps communicate with experts: all steps do so, where that is fused."""
+    """Return how vllm-ascend's largest steps communicate with experts. If that is fused, all steps do the same."""
     from vllm_ascend.ascend_forward_context import select_moe_comm_method
 
     return select_moe_comm_method(vllm_config.scheduler_config.max_num_batched_tokens, vllm_config)
 
 
 def _get_method(kind: str, moe_config: FusedMoEConfig) -> MoECommMethod:
-    """Return vllm-ascend's method of that kind, which runs experts: by `GATHERING`, those of one rank on all tokens."""
+    """Return vllm-ascend's method of this kind, which runs experts. `GATHERING` runs a rank's experts on all tokens."""
     from vllm_ascend.ascend_forward_context import MoECommType
     from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
 

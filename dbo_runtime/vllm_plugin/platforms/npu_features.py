@@ -1,4 +1,4 @@
-"""What of vllm-ascend is not split: features that are not supported, and what was not run.
+"""Features of vllm-ascend that are not split: unsupported ones, and those not compared yet.
 
 Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
-SCHEMES = (".weight", ".quant_type")  # how keys of the description end that have the scheme of a layer
-FLASH_BALANCING = 3  # policy of load balancing
+SCHEMES = (".weight", ".quant_type")  # suffixes of the description's keys that hold a layer's scheme
+FLASH_BALANCING = 3  # number of a load balancing policy
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
 def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[Decline]:
-    """Yield the architecture, the quantized weights and the drafter that are not among the *proven* ones."""
+    """Yield the architecture, the quantized weights and the drafter, each if it is not among the *proven* ones."""
     architecture = vllm_config.model_config.architecture
     if architecture not in proven.models:
         yield Decline("this model is not proven with vllm-ascend yet", architecture)
@@ -40,11 +40,11 @@ def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[Decline]:
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
-    """Return what a model's weights and caches are quantized to, by the names in ModelSlim's description.
+    """Return the quantizations of a model's weights and caches, in the names of ModelSlim's description.
 
-    Of another method's weights it is the method's name. Caches are quantized by `--kv-cache-dtype`, by layer, or for
-    all of attention (`fa_quant_type`), which on A2 and A3 only nodes that decode for others do; those of indexers by
-    `--attention-config.indexer_kv_dtype`.
+    For weights of another method, the name is the method's. Caches are quantized by `--kv-cache-dtype`, by layer, or
+    for all of attention (`fa_quant_type`), which on A2 and A3 happens only on nodes that decode for others. Caches of
+    indexers are quantized by `--attention-config.indexer_kv_dtype`.
     """
     sparse = vllm_config.model_config.architecture in SPARSE_MODELS
     caches = {
@@ -67,7 +67,7 @@ def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
     caches = ["kv_cache_type", "indexer_quant_type", *(["fa_quant_type"] if decodes else [])]
     named = {"model_quant_type", *caches}
     schemes = (scheme for name, scheme in description.items() if name in named or name.endswith(SCHEMES))
-    return {str(scheme) for scheme in schemes if scheme}  # an unknown file may have anything there
+    return {str(scheme) for scheme in schemes if scheme}  # an unknown file may have any value there
 
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
@@ -79,14 +79,14 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         yield from _list_unsupported(vllm_config, config)
         is_earlier = hasattr(config, "enable_flashcomm1")
         yield from _list_earlier(vllm_config, config) if is_earlier else _list_later(vllm_config, config)
-    except AttributeError as error:  # an unknown release, with DBO_CHECK=1
+    except AttributeError as error:  # happens with an unknown release under DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
 
 def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     finegrained, parallel = config.finegrained_tp_config, vllm_config.parallel_config
     features = (
-        # vllm-ascend gives its layers a chunk of the images' features, to add to hidden states that are not in chunks.
+        # vllm-ascend adds a chunk of the images' features to hidden states that are not in chunks.
         (
             parallel.use_sequence_parallel_moe and vllm_config.model_config.architecture in DEEPSTACK_MODELS,
             "FlashComm (sequence-parallel MoE) with deepstack",
@@ -105,13 +105,13 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
 
 
 def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
-    """Yield features in use that 0.30 has, and 0.23.0 has not."""
+    """Yield features in use that 0.30 has and 0.23.0 lacks."""
     from vllm_ascend.ascend_config import is_mega_moe_supported
 
     in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
     shards_cache = vllm_config.parallel_config.decode_context_parallel_size > 1
     is_sparse = vllm_config.model_config.architecture in SPARSE_MODELS
-    has_fused_mc2 = vllm_config.model_config.is_moe and config.enable_fused_mc2  # which is 1 where 2 was asked for
+    has_fused_mc2 = vllm_config.model_config.is_moe and config.enable_fused_mc2  # its value is 1 where 2 was requested
     balancing = config.eplb_config
     features = (
         (has_fused_mc2 and is_mega_moe_supported(), "MegaMoe (enable_fused_mc2: 2)"),
@@ -120,7 +120,8 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
             "expert load balancing by the load of each step (eplb_policy_type: 3)",
         ),
         (balancing.dynamic_eplb and in_pipeline, "dynamic expert load balancing in a pipeline"),
-        # vLLM's models load as many experts as vLLM's own configuration has; the others' weights are what memory holds.
+        # vLLM's models load as many experts as vLLM's own configuration has; further experts would keep uninitialized
+        # weights.
         (
             balancing.dynamic_eplb and balancing.num_redundant_experts > 0,
             "redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",
@@ -139,7 +140,7 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
 
 
 def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
-    """Yield features in use that 0.23.0 has, and 0.30 has not, or in another form."""
+    """Yield features in use that 0.23.0 has and 0.30 lacks, or has in another form."""
     shards_cache = vllm_config.parallel_config.decode_context_parallel_size > 1
     features = (
         (shards_cache, "decode context parallel with vllm-ascend 0.23"),

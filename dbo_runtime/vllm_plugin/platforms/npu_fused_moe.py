@@ -1,7 +1,7 @@
-"""The MoE layer of vllm-ascend 0.23.0, whose module holds its runner, decomposed at its own seams.
+"""The MoE layer of vllm-ascend 0.23.0, whose module holds its runner, decomposed into its own parts.
 
-Read against ops/fused_moe/fused_moe_0_23_0.py of vllm-ascend 0.23.0.post1. Routing is a part of what applies the
-weights there; here it comes before tokens are dispatched.
+Read against ops/fused_moe/fused_moe_0_23_0.py of vllm-ascend 0.23.0.post1. There, the code that applies the weights
+also routes. Here, routing comes before tokens are dispatched.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from vllm_ascend.ops.fused_moe.fused_moe import AscendFusedMoE
 
 MOE_CLASSES = ("AscendFusedMoE",)
-"""Modules that hold their runner, and compute in its place."""
+"""Modules that hold their runner and compute in its place."""
 
 
 class AscendFusedMoeLayer(MoeLayer):
-    """The operations of one MoE layer of vllm-ascend 0.23.0."""
+    """The operations of an MoE layer of vllm-ascend 0.23.0."""
 
     def __init__(self, layer: AscendFusedMoE) -> None:
         super().__init__(layer.runner)
@@ -38,12 +38,12 @@ class AscendFusedMoeLayer(MoeLayer):
 
     @property
     def has_replicated_shared_experts(self) -> bool:
-        """Whether each tensor parallel rank has all of the shared experts (`enable_shared_expert_dp`)."""
+        """Whether each tensor parallel rank holds the shared experts in full (`enable_shared_expert_dp`)."""
         return self.has_shared_experts and bool(self._layer.enable_shared_expert_dp)
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """The number on this rank of each expert [experts]; see `MoeLayer.expert_map`."""
+        """This rank's number for each expert [experts]; see `MoeLayer.expert_map`."""
         placed: torch.Tensor | None = self._layer._expert_map
         return placed
 
@@ -93,15 +93,15 @@ class AscendFusedMoeLayer(MoeLayer):
         from vllm_ascend.ops.fused_moe.fused_moe import FusedMoEEvents
 
         stream = torch.get_device_module(x.device).current_stream()
-        started = stream.record_event()  # waited for on the same stream
+        started = stream.record_event()  # the wait is on the same stream
         result: torch.Tensor = self._shared_layer._forward_shared_experts(x, FusedMoEEvents(started))
         return result
 
     def run_experts(self, arrived: DispatchedTokens) -> torch.Tensor:
-        """Run this rank's experts on dispatched tokens, as after a gather: those of other ranks add nothing."""
+        """Run this rank's experts on dispatched tokens, as after a gather: experts of other ranks add nothing."""
         layer = self._layer
         rows, experts = arrived.x.shape[0], layer.moe_config.num_experts
-        if not rows:  # vllm-ascend's own steps have no such call
+        if not rows:  # vllm-ascend's own steps never call with no rows
             return arrived.x.new_empty(arrived.x.shape, dtype=layer.moe_config.in_dtype)
 
         def get_chosen(**unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +110,7 @@ class AscendFusedMoeLayer(MoeLayer):
         applied = layer.quant_method.apply(
             layer=layer,
             x=arrived.x,
-            router_logits=arrived.weights.new_zeros(rows, experts),  # its shape is checked, its values are not used
+            router_logits=arrived.weights.new_zeros(rows, experts),  # only its shape is used
             top_k=layer.top_k,
             renormalize=False,
             use_grouped_topk=False,
@@ -124,7 +124,7 @@ class AscendFusedMoeLayer(MoeLayer):
         return result
 
     def _route(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the router's logits [tokens, experts], in float32 where the layer itself computes them so."""
+        """Return the router's logits [tokens, experts], in float32 where the layer itself computes them in float32."""
         layer = self._layer
         if layer.is_internal_router:
             return torch.nn.functional.linear(x.float(), layer.gate.weight_fp32)
@@ -137,7 +137,7 @@ class AscendFusedMoeLayer(MoeLayer):
 
     @cached_property
     def _shared_layer(self) -> AscendFusedMoE:
-        """The layer without a stream of vllm-ascend's: lanes have their own."""
+        """The layer without vllm-ascend's own stream, because lanes replace it."""
         layer = copy(self._layer)
         layer.multistream_overlap_shared_expert = False
         return layer

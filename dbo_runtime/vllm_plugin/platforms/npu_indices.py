@@ -1,7 +1,7 @@
-"""The buffer through which layers of sparse attention pass on which keys they have chosen, divided among micro-batches.
+"""The buffer of keys chosen by sparse attention, which layers share, divided among micro-batches.
 
-Layers of GLM-5.2 that have no indexer attend to the keys that an earlier layer chose. That layer writes them to the
-first rows of one buffer, and so would every micro-batch. Read against vllm-ascend 0.30.0rc2.
+Layers of GLM-5.2 without an indexer attend to the keys that an earlier layer chose. That layer writes them to the
+first rows of one buffer, so every micro-batch would use the same rows. Read against vllm-ascend 0.30.0rc2.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ACCESSES = ("_get_indexcache_topk_indices", "_update_indexcache_topk_indices")
 
 
 def check_stages(vllm_config: VllmConfig) -> Decline | None:
-    """Return why the stages of a pipeline cannot be split: layers of one take the keys that another stage chose.
+    """Return why a pipeline's stages cannot be split: layers of one stage use keys that another stage chose.
 
-    With context parallel attention vllm-ascend itself takes wrong ones, see docs/ascend.md.
+    With context parallel attention, vllm-ascend itself uses wrong keys; see docs/ascend.md.
     """
     from vllm_ascend.worker.v2.pp_transport import pp_stage_requires_topk_indices
 
@@ -37,7 +37,7 @@ def check_stages(vllm_config: VllmConfig) -> Decline | None:
 
 
 def divide_indices(model: torch.nn.Module) -> None:
-    """Let layers of *model* use the rows of a micro-batch's tokens; again has no effect."""
+    """Make layers of *model* use the rows of a micro-batch's own tokens. Idempotent."""
     attentions = [module.impl for module in model.modules() if getattr(module, "impl", None) is not None]
     sharing = [attention for attention in attentions if getattr(attention, "use_index_cache", False)]
     for attention in sharing:

@@ -1,4 +1,4 @@
-"""What vllm-ascend adds to the forward contexts and the attention metadata of micro-batches.
+"""vllm-ascend's additions to the forward contexts and the attention metadata of micro-batches.
 
 Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 """
@@ -31,38 +31,38 @@ if TYPE_CHECKING:
 Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [tokens, 1, 1, rotary]."""
 
-BUILDERS = ("indexer", "mla_v1", "sfa_v1", "dsa_v1", "context_parallel.dsa_cp")  # modules of builders
-GATHERING = "ALLGATHER"  # of MoECommType
+BUILDERS = ("indexer", "mla_v1", "sfa_v1", "dsa_v1", "context_parallel.dsa_cp")  # modules that define builders
+GATHERING = "ALLGATHER"  # one MoECommType
 NO_CACHE, DECODE, CHUNKED = "PrefillNoCache", "DecodeOnly", "ChunkedPrefill"  # names of AscendAttentionState
 
 
 def complete_context(part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
-    """Set the numbers of tokens in the forward context of a slice; *sizes* are those of all data parallel ranks."""
+    """Set the token counts in a slice's forward context. *sizes* are the tokens of all data parallel ranks."""
     ranks = get_tensor_model_parallel_world_size()
     part.first_token, part.num_tokens = piece.first_token, piece.size
     part.max_tokens_across_dp = max(sizes) if sizes else piece.size
     part.padded_length = part.padded_num_tokens = -(-part.max_tokens_across_dp // ranks) * ranks
-    mask = getattr(part, "mc2_mask", None)  # a view of one buffer, of all tokens and their padding
+    mask = getattr(part, "mc2_mask", None)  # a view of one buffer for all tokens and their padding
     part.mc2_mask = None if mask is None else take_tokens(mask, piece, False)
-    if getattr(part, "input_ids", None) is not None:  # 0.23.0 has them there
+    if getattr(part, "input_ids", None) is not None:  # 0.23.0 stores token ids there
         part.input_ids = take_tokens(part.input_ids, piece, 0)
     _drop_metadata_of_step(part)
-    if part.moe_comm_type is not None:  # layers that run as one op sum on the comm lane; fused ones set their own
+    if part.moe_comm_type is not None:  # layers run as one op reduce on the comm lane; fused ones set their own
         part.moe_comm_type = type(part.moe_comm_type)[GATHERING]
         _choose_method(part)
 
 
 def return_context(part: ForwardContext, step: ForwardContext) -> None:
-    """Let layers of a slice communicate as in the *step*, which vllm-ascend chose by its tokens."""
+    """Restore the *step*'s kind of communication in a slice's context. vllm-ascend chose it by the step's tokens."""
     part.moe_comm_type = step.moe_comm_type
     if hasattr(step, "moe_comm_method"):
         part.moe_comm_method = step.moe_comm_method
 
 
 def _drop_metadata_of_step(part: ForwardContext) -> None:
-    """Leave out what DeepSeek V4's attention would take from the step: slices have metadata of their own.
+    """Remove data that DeepSeek V4's attention would take from the step, because slices have their own metadata.
 
-    Kernels write the step's on a stream of their own, and nothing else waits for them to have read its lengths.
+    Kernels write the step's data on a separate stream, and nothing else waits until they have read its lengths.
     """
     executor = getattr(part, "device_metadata_executor", None)
     if executor is not None:
@@ -71,7 +71,7 @@ def _drop_metadata_of_step(part: ForwardContext) -> None:
 
 
 def _choose_method(part: ForwardContext) -> None:
-    """Set the method for the type of communication, where layers take it from the context (0.23.0)."""
+    """Set the method for the kind of communication, where layers take it from the context (0.23.0)."""
     from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
 
     if _have_layers_one_method():
@@ -80,7 +80,7 @@ def _choose_method(part: ForwardContext) -> None:
 
 @cache
 def _have_layers_one_method() -> bool:
-    """Return whether all layers share the methods of communication (0.23.0), or each configuration has its own."""
+    """Return whether all layers share the communication methods (0.23.0), instead of one per configuration."""
     from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
 
     return "moe_config" not in signature(get_moe_comm_method).parameters
@@ -89,10 +89,10 @@ def _have_layers_one_method() -> bool:
 def complete_metadata(
     part: AscendCommonAttentionMetadata, derived: Sequence[str], tokens: int
 ) -> AscendCommonAttentionMetadata:
-    """Return the common metadata of a slice with *derived* fields where they are set, and its attention state.
+    """Return a slice's common metadata with its attention state, and with the *derived* fields that are set.
 
-    By the state, context parallel attention only chooses how ranks project its results. There it stays that of the
-    batch, because sums differ in rounding. And there ranks have chunks of all *tokens* of a slice, padding included.
+    In context parallel attention, the state only decides how ranks project their results. It stays the batch's state
+    there, because sums differ in rounding. Ranks then have chunks of all *tokens* of a slice, padding included.
     """
     lengths = part.seq_lens_cpu_upper_bound
     queries = part.query_start_loc_cpu.diff()
@@ -105,7 +105,7 @@ def complete_metadata(
 
 
 def _add_padding(part: AscendCommonAttentionMetadata, tokens: int) -> AscendCommonAttentionMetadata:
-    """Return common metadata with positions and slots of *tokens* tokens, as vllm-ascend's runner pads them."""
+    """Return common metadata whose positions and slots are padded to *tokens* tokens, as by vllm-ascend's runner."""
     padding = tokens - part.num_actual_tokens
     positions, slots = (pad(part.positions, (0, padding)), pad(part.slot_mapping, (0, padding), value=NO_SLOT))
     return replace(part, positions=positions, slot_mapping=slots, num_input_tokens=tokens)
@@ -114,12 +114,12 @@ def _add_padding(part: AscendCommonAttentionMetadata, tokens: int) -> AscendComm
 def get_attention_state(
     state: AscendAttentionState, computed: torch.Tensor, queries: torch.Tensor
 ) -> AscendAttentionState:
-    """Return the state of a slice of a batch in *state*, by the rule of vllm-ascend's runner (`_build_attn_state`).
+    """Return the state of a slice, by the rule of vllm-ascend's runner (`_build_attn_state`).
 
     Args:
-        state: that of the batch.
-        computed: tokens of each request before this slice [requests].
-        queries: tokens of each request in this slice [requests].
+        state: state of the batch.
+        computed: each request's number of tokens before this slice [requests].
+        queries: each request's number of tokens in this slice [requests].
     """
     states = type(state)
     if not computed.any():
@@ -129,10 +129,10 @@ def get_attention_state(
 
 @contextmanager
 def new_rotary_tables() -> Iterator[None]:
-    """Let builders make new tables: cached ones are views of one buffer, which each build overwrites.
+    """Make builders create new tables. Cached tables are views of one buffer that each build overwrites.
 
-    Builders of indexers, too, keep tables under the address of the slots, of which slices have as many as there are
-    tokens: here all builds of a builder share one.
+    Builders of indexers also cache tables by the address of the slots, and slices have as many slots as tokens. Here
+    all builds of a builder share one table.
     """
     with ExitStack() as patches:
         for module in _import_builders():
@@ -151,7 +151,7 @@ def new_rotary_tables() -> Iterator[None]:
 
 @cache
 def _import_builders() -> list[ModuleType]:
-    """Return the modules whose builders look up rotary tables; 0.23.0 has no indexer's, nor DeepSeek V4's."""
+    """Return the modules whose builders look up rotary tables. 0.23.0 lacks those of the indexer and of DeepSeek V4."""
     names = [f"vllm_ascend.attention.{name}" for name in BUILDERS]
     return [import_module(name) for name in names if _is_there(name)]
 
@@ -159,7 +159,7 @@ def _import_builders() -> list[ModuleType]:
 def _is_there(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # its package is missing, too
+    except ModuleNotFoundError:  # raised if its package is missing, too
         return False
 
 
@@ -168,7 +168,7 @@ def _make_tables(original: Callable[..., Tables]) -> Callable[..., Tables]:
 
 
 def _make_compressed_tables(original: Callable[..., Any], positions: Any, **options: Any) -> Any:
-    """Look up tables of DeepSeek V4, which has several, by layer."""
+    """Look up the tables of DeepSeek V4, which has several tables by layer."""
     return original(positions, **{**options, "use_cache": False})
 
 

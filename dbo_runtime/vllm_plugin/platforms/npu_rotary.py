@@ -1,7 +1,7 @@
-"""Cosines and sines that attention reads from the step's one table, sliced for a micro-batch.
+"""Cosines and sines that attention reads from the step's table, sliced for a micro-batch.
 
-vllm-ascend computes them once for all tokens of a step, and MiniMax-M2's attention, which one kernel prepares, reads
-them as module state instead of looking positions up. Read against vllm-ascend 0.30.0rc2.
+vllm-ascend computes them once for all tokens of a step. MiniMax-M2's attention is prepared by one kernel and reads them
+as module state, instead of looking up positions. Read against vllm-ascend 0.30.0rc2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TABLES = ("_cos_slice", "_sin_slice")
 
 
 def slice_rotary_tables(model: torch.nn.Module) -> None:
-    """Let attention of *model* that reads the step's tables read the rows of a micro-batch; again has no effect."""
+    """Make attention of *model* that reads the step's tables read the micro-batch's rows. Idempotent."""
     for module in model.modules():
         if type(module).__name__ in READERS and "forward" not in vars(module):
             module.forward = _read_rows_of_micro_batch(module.forward)
@@ -32,12 +32,12 @@ def _read_rows_of_micro_batch(forward: Callable[..., torch.Tensor]) -> Callable[
         from vllm_ascend.ops import rotary_embedding
 
         first = getattr(get_current(), "first_token", None)
-        if first is None:  # an unsplit step
+        if first is None:  # this is an unsplit step
             return forward(positions, hidden_states)
         tables = {name: getattr(rotary_embedding, name) for name in TABLES}
         count = hidden_states.shape[0]
         for name, table in tables.items():
-            begin = max(min(first, table.shape[1] - count), 0)  # the last rows, for a slice of padding past the end
+            begin = max(min(first, table.shape[1] - count), 0)  # a slice of padding past the end reads the last rows
             setattr(rotary_embedding, name, table[:, begin : begin + count])
         try:
             return forward(positions, hidden_states)

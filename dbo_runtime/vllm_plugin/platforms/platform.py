@@ -1,4 +1,4 @@
-"""What differs between the platforms that vLLM serves on: the defaults, which a platform's own file overrides."""
+"""Differences between the platforms that vLLM serves on. Defaults are here; each platform's file overrides them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
 
-if TYPE_CHECKING:  # the doctor reads platforms where there is neither torch nor vLLM
+if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     import torch
     import torch.distributed as dist
     from structlog.typing import FilteringBoundLogger
@@ -29,38 +29,39 @@ COMPARE = "with DBO_CHECK=1 steps are split, and each is compared with the unspl
 
 
 def tell_to_compare(unproven: Decline) -> Decline:
-    """Return why something is not split because it was not run yet, with the way to run it."""
+    """Return a decline that also tells how to split anyway, by comparing every step."""
     return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
 
 
 class Platform:
-    """A platform that vLLM serves on. Modules of a platform import torch and vLLM only where they are called.
+    """A platform that vLLM serves on. Platform modules import torch and vLLM only inside calls.
 
     Args:
-        name: of vLLM's device type.
+        name: vLLM's device type.
 
     Attributes:
         has_device: whether `dbo_runtime.devices` has a device of this name.
-        is_proven: whether split steps of vLLM have been compared with unsplit ones on it.
-        compares_first_steps: whether the first steps of each kind are compared with every version of vLLM, also with
-            those that are tested.
-        notice: what to log at start about this platform; empty if nothing.
-        has_side_lane: whether a second compute lane is opened where DBO_SIDE=auto.
-        exchanges_sizes_separately: whether `all_to_all` exchanges sizes in an op of its own. With streams the host
-            issues other ops meanwhile; on the CPU the lane itself waits, and the tokens leave earlier without.
-        host_computes: whether the threads that issue ops compute them as well.
+        is_proven: whether split steps of vLLM on it have been compared with unsplit ones.
+        compares_first_steps: whether the first steps of each kind are compared with every vLLM version, including
+            tested ones.
+        notice: text to log at start about this platform; empty if none.
+        has_side_lane: whether a second compute lane is opened with DBO_SIDE=auto.
+        exchanges_sizes_separately: whether `all_to_all` exchanges sizes in a separate op. With streams, the host issues
+            other ops meanwhile. On the CPU the lane itself waits, and tokens leave earlier without a separate op.
+        host_computes: whether the threads that issue ops also compute them.
         compiles_ops: whether ops may be compiled one by one.
-        needs_cpu_patches: whether it is served by vLLM's CPU build, whose upstream bugs are patched.
+        needs_cpu_patches: whether vLLM's CPU build serves it, whose upstream bugs are patched here.
         copying_modules: classes of modules that end in one all-reduce and return a copy of its result.
-        fields: how each field of the common attention metadata is sliced.
+        fields: rules for slicing the fields of the common attention metadata.
         sliced_tensors: names of the forward context's tensors that are sliced by token.
-        pads_batches: whether a batch may have more tokens than its attention metadata; those at the end are padding.
-        cuts_decodes: whether its attention backends were shown to take pieces of a decode with drafts.
-        drafts_from_states: whether models with linear attention verify drafts there, and split steps that do were
-            compared with unsplit ones. vLLM 0.30's own fail on CPU.
-        supports_dcp: whether split steps with decode context parallel, where ranks shard the KV cache, were compared
-            with unsplit ones.
-        splits_lora: whether its LoRA mapping is known, and split steps with it were compared with unsplit ones.
+        pads_batches: whether a batch may have more tokens than its attention metadata. The excess at the end is
+            padding.
+        cuts_decodes: whether its attention backends were shown to accept parts of a decode with drafts.
+        drafts_from_states: whether models with linear attention verify drafts on it, and split steps that do were
+            compared with unsplit ones. vLLM 0.30's own such steps fail on CPU.
+        supports_dcp: whether split steps with decode context parallelism, where ranks shard the KV cache, were
+            compared with unsplit ones.
+        splits_lora: whether its LoRA mapping is known, and split steps with LoRA were compared with unsplit ones.
     """
 
     has_device = False
@@ -85,24 +86,24 @@ class Platform:
         self.name = name
 
     def check_support(self, config: RuntimeConfig) -> Decline | None:
-        """Return why no model is split on this platform, or None. With DBO_CHECK=1 unproven ones are, and compared."""
+        """Return why no model is split on this platform, or None. With DBO_CHECK=1 unproven platforms are compared."""
         if not self.has_device:
             return Decline(f"there is no device for {self.name!r}")
         unproven = self.check_version() if self.is_proven else Decline(f"not proven on {self.name!r} yet")
         return None if unproven is None or config.check else tell_to_compare(unproven)
 
     def opens_side_lane(self, config: RuntimeConfig) -> bool:
-        """Return whether a second compute lane is opened for ops, when a server starts with these settings."""
+        """Return whether a server that starts with these settings opens a second compute lane."""
         return config.side == "on" or (config.side == "auto" and self.has_side_lane)
 
     def check_version(self) -> Decline | None:
-        """Return why the installed version of a platform's plugin is not served split, or None."""
+        """Return why steps with the installed version of the platform's plugin are not split, or None."""
         return None
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield what of a model is not split on this platform, because its steps were not compared with unsplit ones.
+        """Yield properties of a model that are not proven on this platform, because no steps were compared.
 
-        With DBO_CHECK=1 they are split, and compared.
+        With DBO_CHECK=1 such models are split, and every step is compared.
         """
         from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 
@@ -110,61 +111,61 @@ class Platform:
             yield Decline("not proven with vLLM's second model runner yet")
 
     def check_encoder(self, encoder: str) -> Decline | None:
-        """Return why a vision encoder of this class is not split on this platform without being compared, or None."""
+        """Return why a vision encoder of this class is not split on this platform unless compared, or None."""
         return None
 
     def list_unsupported(self, vllm_config: VllmConfig) -> Iterator[Decline]:
-        """Yield each feature of this platform in use that splitting does not support."""
+        """Yield each platform feature in use that splitting does not support."""
         return iter(())
 
     def describe(self, vllm_config: VllmConfig) -> Iterator[str]:
-        """Yield what of this platform's own defaults a user of split steps is told before a start."""
+        """Yield notes on this platform's defaults that a user of split steps should know before a start."""
         return iter(())
 
     def drafts_in_pipeline(self, vllm_config: VllmConfig) -> bool:
-        """Return whether a pipeline's last stage drafts, and split steps of one that does were compared."""
+        """Return whether a pipeline's last stage drafts on this platform, and split steps that do were compared."""
         return False
 
     def choose_dispatch(self, vllm_config: VllmConfig) -> str:
-        """Return how tokens reach experts on other ranks with DBO_DISPATCH=auto: as in vLLM's own steps."""
+        """Return how tokens reach experts on other ranks with DBO_DISPATCH=auto, as in vLLM's own steps."""
         return "all_gather"
 
     def check_step(self, context: ForwardContext, dispatch: str = "all_gather") -> Decline | None:
-        """Return why a step with this forward context is not split, from what is equal on all ranks, or None.
+        """Return why a step with this forward context is not split, or None. Uses only data that all ranks share.
 
-        *dispatch* is how the model's program sends tokens to experts.
+        *dispatch* is the way that the model's program sends tokens to experts.
         """
         return None
 
     def prepare_model(self, model: torch.nn.Module) -> None:
-        """Divide among micro-batches what layers of a loaded model pass on outside of their arguments.
+        """Divide among micro-batches the data that a loaded model's layers share outside of their arguments.
 
-        The model computes what it did; again has no effect.
+        The model's results do not change. Idempotent.
         """
 
     def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
         """Return the linear layer whose `reduce_results` decides whether a module of these *parts* reduces its results.
 
-        None if the module ends in one all-reduce, which can be left out as such.
+        None if the module ends in a plain all-reduce, which can be left out.
         """
         return None
 
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger
     ) -> Device:
-        """Open the device that vLLM serves on; *process_groups* are the communicators that ops use on it."""
+        """Open the device that vLLM serves on. *process_groups* are the communicators that ops use on it."""
         self._warn_of_side_cores(config, log)
         return open_device(self.name)
 
     def get_transport(self, groups: Groups, hosts: int) -> str:
-        """Return how ranks on *hosts* hosts communicate: `none`, `device`, `shared memory`, `one host` or `network`.
+        """Return the transport of ranks on *hosts* hosts: `none`, `device`, `shared memory`, `one host` or `network`.
 
-        NPUs and GPUs have links and copy engines for it, within a host as well.
+        NPUs and GPUs have links and copy engines for communication, also within a host.
         """
         return "none" if groups.all_ranks.world_size == 1 else "device"
 
     def describe_machine(self) -> dict[str, str]:
-        """Return what identifies this kind of machine: two of a kind have the same costs."""
+        """Return the properties that identify this kind of machine. Machines of one kind have the same costs."""
         import torch
 
         return {"platform": self.name, "chip": self.get_chip_name(), "threads": str(torch.get_num_threads())}
@@ -176,38 +177,38 @@ class Platform:
         return str(current_platform.get_device_name())
 
     def get_encoder_attention(self) -> type[EncoderAttention] | None:
-        """Return the attention of encoders that takes lengths from the host, or None where vLLM's own is used."""
+        """Return the encoder attention that takes lengths from the host, or None to use vLLM's own."""
         return None
 
     def get_moe_layer(self, runner: MoERunner) -> MoeLayer:
-        """Return the operations of an MoE layer of this platform, which may be decomposed.
+        """Return the operations of this platform's MoE layer, which may be decomposed.
 
         Raises:
-            DeclineError: if its class is not known.
+            DeclineError: its class is not known.
         """
         from dbo_runtime.vllm_plugin.api.moe import make_moe_layer
 
         return make_moe_layer(runner)
 
     def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
-        """Set what this platform keeps in the forward context of a slice; *sizes* are the tokens of all ranks."""
+        """Set this platform's data in a slice's forward context. *sizes* are the tokens of all ranks."""
 
     def return_context(self, part: ForwardContext, step: ForwardContext) -> None:
-        """Undo in the forward context of a slice what split steps alone need: the model's own forward runs in it."""
+        """Undo changes in a slice's forward context that only split steps need, to run the model's own forward."""
 
     def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
-        """Return the common metadata of a slice with the fields that this platform derives from the others.
+        """Return a slice's common metadata with the fields that this platform derives from the others.
 
-        With padding, which is not in the metadata, the slice has *tokens* tokens.
+        *tokens* is the slice's number of tokens including padding, which is not in the metadata.
         """
         return part
 
     def get_build_arguments(self, metadata: AttentionMetadata) -> dict[str, Any]:
-        """Return further arguments with which slices of what is described by *metadata* are described."""
+        """Return extra build arguments for slices of this *metadata*."""
         return {}
 
     def can_cut_requests(self, common: CommonAttentionMetadata, vllm_config: VllmConfig) -> bool:
-        """Return whether a request may be cut: its tail attends to what its head has cached in the same step."""
+        """Return whether a request may be cut, so that its tail attends to keys its head cached in the same step."""
         return common.causal is True
 
     def building_metadata(self) -> AbstractContextManager[None]:
@@ -215,7 +216,7 @@ class Platform:
         return nullcontext()
 
     def repeating_step(self) -> AbstractContextManager[None]:
-        """Return a context manager in which a step runs a second time, which counts nothing that the first has."""
+        """Return a context manager in which a step runs a second time, without counting anything twice."""
         return nullcontext()
 
     def _warn_of_side_cores(self, config: RuntimeConfig, log: FilteringBoundLogger) -> None:

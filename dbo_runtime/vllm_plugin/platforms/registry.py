@@ -1,4 +1,4 @@
-"""The platforms that are known, by vLLM's device type."""
+"""The known platforms, by vLLM's device type."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PLATFORMS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "npu": (f"{_ROOM}.npu", "NpuPlatform"),
     }
 )
-"""Device type -> module and class."""
+"""Module and class by device type."""
 
 
 def get_platform(name: str | None = None) -> Platform:
-    """Return the platform of that name; without one, that on which vLLM serves. Of unknown ones, one that declines."""
+    """Return the platform of this name, by default the one vLLM serves on. An unknown platform declines everything."""
     name = get_device_type() if name is None else name
     if name not in PLATFORMS:
         return Platform(name)

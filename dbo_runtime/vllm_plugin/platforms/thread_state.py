@@ -1,4 +1,4 @@
-"""Thread-local state of torch that a worker must share with the thread that began the step."""
+"""Thread-local torch state that a worker must share with the thread that began the step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def capture_thread_state() -> Callable[[], AbstractContextManager[None]]:
-    """Return a factory of context managers that set the calling thread's inference and grad mode in another thread."""
+    """Return a factory of context managers that apply the calling thread's inference and grad mode in other threads."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""A file of counts whose space is taken before it is used.
+"""A file of counts whose disk space is allocated before use.
 
-prometheus_client maps its files into memory, with holes that a first write fills: on a full disk that write ends the
-process (SIGBUS). So blocks are allocated first, and what finds no room is kept until there is some.
+prometheus_client maps its files into memory. They have holes that a first write fills, and on a full disk this write
+ends the process (SIGBUS). So blocks are allocated first. Counts without room are kept in memory until there is some.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client.mmap_dict import MmapedDict
 
-INITIAL_BYTES = 1 << 16  # as prometheus_client's; both double it
-HEAD_BYTES = 8  # of a file
-ENTRY_BYTES = 28  # of a key's entry besides the key, at most
+INITIAL_BYTES = 1 << 16  # same as prometheus_client's; both double it
+HEAD_BYTES = 8  # bytes of a file's header
+ENTRY_BYTES = 28  # largest size of an entry, besides its key
 RETRY_SECONDS = 10.0
 
 
@@ -26,14 +26,14 @@ class CountFile:
     """Values by key, in a file that prometheus_client merges with others.
 
     Args:
-        path: of the file, which is made as soon as there is room for it.
+        path: path of the file, which is made as soon as there is room for it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: MmapedDict | None = None
-        self._values: dict[str, float] = {}  # in the file, which no other process writes
-        self._kept: dict[str, float] = {}  # what has no room in the file
+        self._values: dict[str, float] = {}  # values in the file, which no other process writes
+        self._kept: dict[str, float] = {}  # values without room in the file
         self._size = 0
         self._used = HEAD_BYTES
         self._next_try = 0.0
@@ -42,7 +42,8 @@ class CountFile:
         """Add *amount* to a value.
 
         Raises:
-            OSError: if there is no room for its key, once in `RETRY_SECONDS`. The amount is kept and added later.
+            OSError: there is no room for the key; raised at most once in `RETRY_SECONDS`. The amount is kept and added
+                later.
         """
         value = self._values.get(key)
         if value is not None:
@@ -58,10 +59,10 @@ class CountFile:
             self._next_try = 0.0
 
     def put(self, key: str, value: float) -> None:
-        """Replace a value. Of several files with the same key, readers take what was put last.
+        """Replace a value. If several files have the same key, readers take the latest value.
 
         Raises:
-            OSError: if there is no room for its key. Nothing is kept.
+            OSError: there is no room for the key. Nothing is kept.
         """
         if key not in self._values:
             self._make_room(key)
@@ -70,7 +71,7 @@ class CountFile:
         self._file.write_value(key, value, time.time())
 
     def exists(self) -> bool:
-        """Return whether the file is where others look for it."""
+        """Return whether the file still exists where readers look for it."""
         return self._path.exists()
 
     def _write_kept(self) -> None:
@@ -91,7 +92,7 @@ class CountFile:
         self._size, self._used = size, used
 
     def _open(self, size: int) -> None:
-        """Make the file under another name: prometheus_client fails at files that are empty yet."""
+        """Make the file under another name first, because prometheus_client fails at empty files."""
         from prometheus_client.mmap_dict import MmapedDict
 
         draft = self._path.with_suffix(".new")

@@ -1,7 +1,7 @@
 """Count served steps on vLLM's own Prometheus endpoint, whichever process serves it.
 
-Workers and API servers are separate processes, so counts pass through files that prometheus_client maps into memory
-and merges: in its multi-process folder where vLLM has several API servers, in a folder of this package otherwise.
+Workers and API servers are separate processes. Counts therefore pass through files that prometheus_client maps into
+memory and merges: in its multi-process folder if vLLM has several API servers, otherwise in a folder of this package.
 Counts of a rank on another host than the API server stay on that host.
 """
 
@@ -31,16 +31,16 @@ from dbo_runtime.vllm_plugin.telemetry.count_file import CountFile
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-LAST = "gauge_mostrecent"  # kind of a file whose values replace each other
-CHECKED_STEPS = 64  # after so many, see whether the files are still there
+LAST = "gauge_mostrecent"  # kind of file whose values replace each other
+CHECKED_STEPS = 64  # number of steps between checks that the files still exist
 _LOST = "counts of steps do not reach /metrics"
 _REMEDY = "make room, or set TMPDIR to a folder with room that nothing cleans up, and restart"
 
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
-        # The bounds of vLLM's `iteration_tokens_total`.
+        # Same bounds as vLLM's `iteration_tokens_total`.
         "micro_batch_tokens": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, math.inf),
-        # From a decision that is remembered to one that takes as long as a step.
+        # From the time of a cached decision to that of a step.
         "planning_seconds": (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1, math.inf),
     }
 )
@@ -50,9 +50,9 @@ _LABELS = MappingProxyType({bound: str(float(bound)) for bounds in HISTOGRAMS.va
 
 
 def open_folder() -> None:
-    """Make the folder in which this process and those that it starts share counts; serve them from its registry.
+    """Make the folder in which this process and its child processes share counts; serve them from its registry.
 
-    If it cannot be made, log why: nothing is counted.
+    If the folder cannot be made, log why; nothing is counted.
     """
     if os.environ.get(SHARED) or _belongs_here(os.environ.get(FOLDER, "")):
         return
@@ -70,9 +70,9 @@ def open_folder() -> None:
 
 
 def _belongs_here(folder: str) -> bool:
-    """Return whether this process made the folder, or one that started it with multiprocessing, as vLLM does.
+    """Return whether this process made the folder, or a parent that started it with multiprocessing, as vLLM does.
 
-    Other processes inherit the variable as well: a server that is started from a process that runs an engine.
+    Other processes inherit the variable, too, such as a server started from a process that runs an engine.
     """
     return Path(folder).name.startswith(_name(os.getpid())) or bool(folder and multiprocessing.parent_process())
 
@@ -96,14 +96,14 @@ def _warn_of_loss(log: FilteringBoundLogger, path: str | Path, error: OSError) -
 class Metrics:
     """The counts of one engine. Values are in the folder's files as soon as they are counted.
 
-    Where files cannot be written, or are removed, that is logged once, and counting goes on.
+    If files cannot be written, or are removed, this is logged once, and counting goes on.
 
     Args:
-        folder: of the files; see `open_folder`.
-        model: the name that vLLM serves it under.
-        engine: vLLM's index of the engine: the data parallel rank.
-        log: of this rank.
-        asks_costs: whether the settings name costs to plan by, or ask for a calibration.
+        folder: folder of the files; see `open_folder`.
+        model: the name under which vLLM serves the model.
+        engine: vLLM's index of the engine, which is the data parallel rank.
+        log: the rank's logger.
+        asks_costs: whether the settings name costs to plan by, or request a calibration.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Metrics:
         self._labels = {"model_name": model, "engine": str(engine)}
         self._counted = 0
         self._has_warned = False
-        owner = uuid.uuid4().hex  # several engines may live in one process
+        owner = uuid.uuid4().hex  # one process may have several engines
         self._files = {kind: CountFile(self._folder / f"{kind}_dbo{owner}.db") for kind in (*KINDS, LAST)}
         self._asks_costs = asks_costs
         self._entries: dict[tuple[str, str, str], tuple[CountFile, str]] = {}
@@ -154,15 +154,15 @@ class Metrics:
         self._observe("planning_seconds", seconds)
 
     def count_standing(self, decline: Decline) -> None:
-        """Count a reason for which no further step is split; those steps are not counted one by one."""
+        """Count a reason why no further step is split. Those steps are not counted one by one."""
         self._add("standing_declines", 1, "reason", decline.reason)
 
     def count_disagreement(self, outcome: Outcome) -> None:
-        """Count a step about which ranks disagreed."""
+        """Count a step that ranks disagreed on."""
         self._add("disagreements", 1, "outcome", outcome)
 
     def show_costs(self, are_known: bool) -> None:
-        """Show whether steps are planned by measured costs."""
+        """Record whether steps are planned by measured costs."""
         asked = "yes" if self._asks_costs else "no"
         try:
             self._files[LAST].put(self._make_key("costs_known", "", "asked", asked), float(are_known))
@@ -189,15 +189,15 @@ class Metrics:
         self._put("counter", name, "_total", amount, label, value)
 
     def _observe(self, name: str, value: float) -> None:
-        """Add *value* to a histogram, in one bucket only: prometheus_client accumulates buckets when it reads."""
+        """Add *value* to one bucket of a histogram. prometheus_client accumulates buckets when it reads."""
         bounds = HISTOGRAMS[name]
         self._put("histogram", name, "_bucket", 1, "le", _LABELS[bounds[bisect_left(bounds, value)]])
         self._put("histogram", name, "_sum", value)
 
     def _put(self, kind: str, name: str, suffix: str, amount: float, label: str = "", value: str = "") -> None:
-        """Add *amount* to what is counted as *name*, and as *value* of a label if it has one."""
+        """Add *amount* to the count *name*, under the value *value* of *label* if it has one."""
         entry = self._entries.get((name, suffix, value))
-        if entry is None:  # kept, because making a key takes longer than counting
+        if entry is None:  # cached, because making a key takes longer than counting
             key = self._make_key(name, suffix, label, value)
             entry = self._entries[name, suffix, value] = self._files[kind], key
         try:
@@ -211,7 +211,7 @@ class Metrics:
             _warn_of_loss(self._log, self._folder, error)
 
     def _make_key(self, name: str, suffix: str, label: str, value: str) -> str:
-        """Return the key in the format of prometheus_client."""
+        """Return the key in prometheus_client's format."""
         from prometheus_client.mmap_dict import mmap_key
 
         labels = {**self._labels, **({label: value} if label else {})}

@@ -1,4 +1,4 @@
-"""Record split steps op by op: on request, for traces, and as samples for the metrics."""
+"""Record split steps op by op: on request, for traces, and as samples for metrics."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dbo_runtime.planner.search.bound import compute_bound_of
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
 
-PERIOD_STEPS = 64  # between two samples for the metrics
-SAMPLED_STEP = 8  # of each period: its ops are recorded
-READ_STEP = 16  # of each period: the sample's times are read; by then the device has ended it, so that nothing waits
+PERIOD_STEPS = 64  # steps between two samples for metrics
+SAMPLED_STEP = 8  # step of each period whose ops are recorded
+READ_STEP = 16  # step of each period that reads the sample's times; the device has ended by then, so nothing waits
 
 
 class Recording:
-    """Record a split step if it is requested (over RPC), traced, or a sample for the metrics.
+    """Records a split step if it is requested (over RPC), traced, or sampled for metrics.
 
     Args:
-        traces: writes traces; None for no traces.
-        metrics: counts samples; None on ranks that do not count.
+        traces: folder that traces are written to; None for no traces.
+        metrics: counts that samples are added to; None on ranks that do not count.
 
     Attributes:
-        timeline: of the first split step after the last request.
+        timeline: timeline of the first split step after the last request.
     """
 
     def __init__(self, traces: TraceFolder | None = None, metrics: Metrics | None = None) -> None:
@@ -35,11 +35,11 @@ class Recording:
         self._sample: Recorder | None = None
 
     def request(self) -> None:
-        """Keep the timeline of the next split step; drop the last one."""
+        """Keep the timeline of the next split step. Drop the last one."""
         self.timeline, self._requested = None, True
 
     def begin(self) -> Recorder | None:
-        """Return a recorder for the next split step, or None if it is not to be recorded."""
+        """Return a recorder for the next split step, or None if it is not recorded."""
         self._steps += 1
         if self._sample is not None and self._steps % PERIOD_STEPS == READ_STEP:
             assert self._metrics is not None, "only metrics take samples"
@@ -49,7 +49,7 @@ class Recording:
         return Recorder() if is_read or self._is_sample() else None
 
     def end(self, recorder: Recorder, schedule: Schedule, planning: float) -> None:
-        """Pass on the timeline of a step that ran by *schedule*, and the seconds that deciding it took.
+        """Deliver the timeline of a step that ran by *schedule*; *planning* is the seconds that its decision took.
 
         Waits for the device unless the step is only a sample.
         """

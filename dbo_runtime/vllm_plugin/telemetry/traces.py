@@ -1,4 +1,4 @@
-"""Write traces of served steps to the folder `DBO_TRACE`; a file holds one split step on all ranks."""
+"""Write traces of served steps to the folder `DBO_TRACE`. A file holds one split step on all ranks."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ T = TypeVar("T")
 
 BOOT_ID = Path(
     "/proc/sys/kernel/random/boot_id"
-)  # ranks with the same one share a clock, across network namespaces too
-OVERHEAD_OPS, OVERHEAD_RUNS = 200, 5  # of the measurement of the cost of recording
+)  # ranks with equal values share a clock, also across network namespaces
+OVERHEAD_OPS, OVERHEAD_RUNS = 200, 5  # for measuring the cost of recording
 
 
 class TraceFolder:
-    """Write the first split steps, each as a file with a process for every rank, on the first rank.
+    """Writes the first split steps on the first rank, each to a file with one process per rank.
 
     Args:
         path: the folder.
-        steps: how many to write.
+        steps: number of steps to write.
         group: vLLM's coordinator of the ranks that run a step together; all of them write the same steps.
-        device: on which the cost of recording is measured.
-        log: of this rank.
-        stage: the name of the pipeline's stage; each stage writes separate files, because stages run different steps
-            at a time.
+        device: the device on which the cost of recording is measured.
+        log: the rank's logger.
+        stage: name of the pipeline stage; each stage writes its own files, because stages run different steps at a
+            time.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class TraceFolder:
 
     @property
     def is_open(self) -> bool:
-        """Whether more steps are to be written; the same on all ranks."""
+        """Whether more steps are to be written. Equal on all ranks."""
         return self._written < self._steps
 
     def write(self, timeline: Timeline) -> None:
         """Write a step. Collective.
 
-        Ranks are put on one clock: exactly on a shared host, by the time of day otherwise. If files cannot be written,
+        Ranks are put on one clock: exactly on a shared host, otherwise by the time of day. If files cannot be written,
         log the first error and go on.
         """
         start = time.perf_counter()
@@ -132,7 +132,7 @@ def _pass_on(value: T) -> T:
 
 
 def _read_clock() -> tuple[str, float]:
-    """Return the id of this host's clock, and what to add to it for the time of day."""
+    """Return the id of this host's clock, and the seconds to add to it for the time of day."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     return boot, time.time() - time.perf_counter()
 

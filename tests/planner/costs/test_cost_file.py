@@ -165,7 +165,7 @@ def test_what_is_no_cost_file_is_refused(path: Path, text: str | bytes, says: st
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=says) as raised:
         load_costs(path)
-    assert str(raised.value).endswith("Correct the file, or measure anew: `python -m dbo_runtime calibrate`.")
+    assert str(raised.value).endswith("Correct the file, or measure anew: `dbo calibrate`.")
 
 
 def test_a_file_that_is_not_there_is_named(path: Path) -> None:

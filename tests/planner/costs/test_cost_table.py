@@ -140,7 +140,7 @@ def test_times_are_those_of_the_programs_ops_in_their_order() -> None:
 
 
 def test_times_name_an_op_without_a_cost() -> None:
-    with pytest.raises(ConfigError, match=r"op 'make' has no cost: .* another program; calibrate anew: `python -m dbo"):
+    with pytest.raises(ConfigError, match=r"op 'make' has no cost: .* another program; calibrate anew: `dbo cal"):
         make_table().times(record_chain(len, len), FEATURES)
 
 
@@ -152,8 +152,8 @@ def test_all_that_differs_is_listed_with_the_remedy() -> None:
     with pytest.raises(ConfigError) as raised:
         make_table().check_fits({"chip": "B", "platform": "cpu", "cores": "2"}, {"name": "toy"}, {})
     assert str(raised.value) == (
-        "the costs are not of what runs here: machine.chip is 'A', here it is 'B'; machine.cores is None, here it is "
-        "'2'; parallel.tensor is 2, here it is None; calibrate anew: `python -m dbo_runtime calibrate`."
+        "the costs do not fit this server: machine.chip is 'A', here it is 'B'; machine.cores is None, here it is "
+        "'2'; parallel.tensor is 2, here it is None; calibrate anew: `dbo calibrate`."
     )
 
 

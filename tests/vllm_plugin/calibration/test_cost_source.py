@@ -48,7 +48,7 @@ from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.engines import TINY, find_transport
 
 PROMPTS = [make_prompt(150, 1), make_prompt(150, 2)]
-REMEDY = "python -m dbo_runtime calibrate"
+REMEDY = "dbo calibrate"
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[str], str], str]] = {
     ),
     "of another program": (
         edit(lambda content: content["program"]["runs"][1].update(repeat=58)),
-        "it is of another program than the adapter records now",
+        "it belongs to another program than the adapter records now",
     ),
 }
 

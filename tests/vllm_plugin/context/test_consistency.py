@@ -93,7 +93,7 @@ def test_dummy_batches_have_nothing_that_could_be_wrong() -> None:
         ({"seq_lens": torch.tensor([11, 3])}, "lengths of sequences are 11 in row 0, where the step has 12"),
         ({"slot_mapping": SLOTS[4:] + 1}, "slots are 105 in row 0, where the step has 104"),
         ({"block_table": TABLE.flip(0)}, "blocks are [7, 0, 0] in row 0, where the step has [5, 6, 0]"),
-        ({"causal": False}, "causal is False, of a step in which it is True"),
+        ({"causal": False}, "causal is False, but True in the step"),
     ],
 )
 def test_what_does_not_fit_is_named_with_micro_batch_and_figures(changes: dict[str, Any], said: str) -> None:

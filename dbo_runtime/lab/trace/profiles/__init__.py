@@ -1,1 +1,1 @@
-"""Profiles of torch's profilers, with or without this package's ranges, as timelines of steps."""
+"""Profiles of torch's profilers as timelines of steps, with or without this package's ranges."""

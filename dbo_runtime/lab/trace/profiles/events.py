@@ -1,8 +1,8 @@
 """The events of a profile: what the host ran, what the device ran, and which thread launched it.
 
-Files of torch's profiler (Kineto's chrome traces) name a kernel's launch by a correlation, which the call of the
-runtime has, too. Those of torch_npu's (`trace_view.json`) lead an arrow from the op to each of its kernels, have times
-as text, and are known here from torch_npu's own writer only: none was made on an NPU.
+Files of torch's profiler (Kineto's Chrome traces) link a kernel to its launch by a correlation id that the runtime call
+has, too. Files of torch_npu's profiler (`trace_view.json`) have an arrow from an op to each of its kernels, and times
+as text. Their format is known here only from torch_npu's own writer: no file made on an NPU was available.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.trace.fields import Fields, is_list
 from dbo_runtime.outside_files import make_printable
 
-MAX_SECONDS = 1e7  # between the first and the last event
-MAX_NAME = 200  # characters that are kept: C++ kernels have names of thousands
+MAX_SECONDS = 1e7  # largest time between the first and the last event
+MAX_NAME = 200  # characters kept: names of C++ kernels have thousands
 RUNTIME = ("cuda_runtime", "cuda_driver", "xpu_runtime", "hip_runtime")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_DEVICE = ("gpu_user_annotation", *KERNELS)
-PYTHON = "python_function"  # most events of a profile with stacks; nothing here needs them
+PYTHON = "python_function"  # the most frequent events in profiles with stacks; not needed here
 ASCEND = "Ascend Hardware"
 ASCEND_COMMUNICATION = ("Communication", "HCCL")
-ASCEND_COLLECTIVE = "hcom_"  # what such a process calls a collective; the rest are its parts
+ASCEND_COLLECTIVE = "hcom_"  # prefix of collectives in such a process; other events are their parts
 ASCEND_FLOW = "async_npu"
-WAITING = ("EVENT_", "NOTIFY_")  # tasks of an NPU's stream that only wait
+WAITING = ("EVENT_", "NOTIFY_")  # tasks on an NPU stream that only wait
 _KEPT = frozenset(
     (
         *("traceEvents", "otherData", "bound_seconds", "distributedInfo", "rank"),
@@ -42,7 +42,7 @@ class Track(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What the host ran; seconds."""
+    """An event on the host; times in seconds."""
 
     name: str
     track: Track
@@ -51,14 +51,14 @@ class Event(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """When, and by which thread, a kernel was launched."""
+    """The time of a kernel's launch, and its thread."""
 
     track: Track
     time: float
 
 
 class Kernel(NamedTuple):
-    """What a device ran; seconds. *launch* is None where the profile does not say."""
+    """An event on a device; times in seconds. *launch* is None if the profile does not say."""
 
     name: str
     track: Track
@@ -68,10 +68,10 @@ class Kernel(NamedTuple):
 
 
 class Events(NamedTuple):
-    """The events of one process, each by start, in seconds since the first.
+    """The events of one process, sorted by start, in seconds since the first.
 
     Attributes:
-        rank: `rank 0`, or `process 123` where the profile does not know it.
+        rank: name of the rank, such as `rank 0`, or `process 123` if the profile does not know it.
     """
 
     rank: str
@@ -80,17 +80,17 @@ class Events(NamedTuple):
 
 
 def keep_fields(content: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what is needed of an object of a profile: a whole one takes some 1 kB in memory."""
+    """Return the needed fields of a profile's object. A whole object takes about 1 kB in memory."""
     if content.get("cat") == PYTHON:
         return None
     return {name: value for name, value in content.items() if name in _KEPT} or None
 
 
 def read_events(profile: Any) -> Events:
-    """Return the events of a profile, of which `keep_fields` has kept all.
+    """Return the events of a profile whose objects were reduced by `keep_fields`.
 
     Raises:
-        ConfigError: naming the field that is not as it must be, or if there are no events with a duration.
+        ConfigError: a field is not allowed, which the message names, or there are no events with a duration.
     """
     whole = {"traceEvents": profile} if is_list(profile) else profile
     content = Fields(whole, "the content")
@@ -147,7 +147,7 @@ def _read_event(event: Fields) -> Event:
 
 
 def _read_time(event: Fields, name: str) -> float:
-    """Return microseconds; torch_npu writes them as text."""
+    """Return microseconds. torch_npu writes them as text."""
     return float(event.get(name, _is_time, "a finite number of microseconds"))
 
 
@@ -177,7 +177,7 @@ def _is_ascend_kernel(process: str, name: str) -> bool:
 
 
 def _read_arrows(events: Iterable[Fields]) -> dict[tuple[Track, float], Launch]:
-    """Return what torch_npu's arrows say of the kernel that starts on a track at a time."""
+    """Return launches from torch_npu's arrows, by track and start time of the kernel."""
     tails: dict[Any, Launch] = {}
     tips: dict[Any, tuple[Track, float]] = {}
     for event in events:
@@ -200,7 +200,7 @@ def _read_rank(content: Fields, host: list[Event]) -> str:
 
 
 def _align(rank: str, host: list[Event], kernels: list[Kernel]) -> Events:
-    """Return the events in order, with their microseconds as seconds since the first: first of all less its time."""
+    """Return the sorted events, in seconds since the first event, which is subtracted from the microseconds."""
     starts = [*(event.start for event in host), *(kernel.start for kernel in kernels)]
     origin, last = min(starts), max(starts)
     if last - origin > MAX_SECONDS * 1e6:

@@ -1,4 +1,4 @@
-"""Read a profile file as timelines of its steps, and say what they rest on."""
+"""Read a profile as timelines of its steps, with notes on how they were derived."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbo_runtime.observe.timeline import Timeline
 
 E = TypeVar("E")
 
-MAX_LABEL = 60  # characters of a step's name that are shown
+MAX_LABEL = 60  # characters of a step's name to show
 ON_KERNELS = "lanes and micro-batches by ranges of dbo_runtime, times by the kernels launched in them"
 ON_RANGES = "lanes, micro-batches and times by ranges of dbo_runtime"
 ON_STREAMS = (
@@ -27,8 +27,8 @@ class Profile(NamedTuple):
     """The steps of a profile.
 
     Attributes:
-        steps: timelines by name of the step, and of the rank.
-        notes: what the timelines rest on, and of how many steps.
+        steps: timelines by step name, then by rank.
+        notes: explanations of how the timelines were derived, and from how many steps.
     """
 
     steps: dict[str, dict[str, Timeline]]
@@ -36,22 +36,22 @@ class Profile(NamedTuple):
 
 
 class _InTime(Generic[E]):
-    """Events in order of a time."""
+    """Events sorted by time."""
 
     def __init__(self, events: Sequence[E], get_time: Callable[[E], float]) -> None:
         self._events = sorted(events, key=get_time)
         self._times = [get_time(event) for event in self._events]
 
     def find(self, step: Step) -> Sequence[E]:
-        """Return those in the time of a step."""
+        """Return the events within a step's time."""
         return self._events[bisect_left(self._times, step.start) : bisect_right(self._times, step.end)]
 
 
 def make_profile(content: Any) -> Profile:
-    """Return the steps of a profile, of which `keep_fields` has kept all that is needed.
+    """Return the steps of a profile whose objects were reduced by `keep_fields`.
 
     Raises:
-        ConfigError: naming the field that is not as it must be.
+        ConfigError: a field is not allowed. The message names it.
     """
     events = read_events(content)
     host: _InTime[Event] = _InTime(events.host, lambda event: event.start)
@@ -63,7 +63,7 @@ def make_profile(content: Any) -> Profile:
         if timeline.spans:
             steps[f"{len(steps)}: {step.label[:MAX_LABEL]}"] = {events.rank: timeline}
             bases[basis] = bases.get(basis, 0) + 1
-    if not steps:  # such as a profile of vLLM's API server
+    if not steps:  # happens for a profile of vLLM's API server
         return Profile({}, (f"{events.rank}: no step that ran an op",))
     return Profile(steps, tuple(f"{events.rank}, {count} steps: {basis}" for basis, count in bases.items()))
 
@@ -80,5 +80,5 @@ def _make_timeline(
 
 
 def _get_issue(kernel: Kernel) -> float:
-    """Return when a kernel was launched, or where that is not known, when it started."""
+    """Return the launch time of a kernel, or its start if the launch is not known."""
     return kernel.start if kernel.launch is None else kernel.launch.time

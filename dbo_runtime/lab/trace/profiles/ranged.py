@@ -1,9 +1,8 @@
-"""The timeline of a step whose ops have ranges of this package: lanes, micro-batches and waits are its schedule's.
+"""The timeline of a step whose ops have this package's ranges, with the schedule's lanes, micro-batches and waits.
 
-On a device an op's times are those of the kernels that were launched in its range, from the first start to the last
-end; it was issued when the range began. On a CPU the range itself is the op. What is issued to a worker there leaves no
-trace, but instructions are issued in order: an op was issued when the last one before it, of those that the issuing
-thread runs, had ended.
+On a device, an op's times are those of the kernels launched in its range, from the first start to the last end, and it
+was issued when the range began. On a CPU, the range itself is the op. Issuing to a worker there leaves no trace, but
+instructions are issued in order. So an op was issued when the last earlier op of the issuing thread had ended.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dbo_runtime.observe.timeline import Span, Timeline
 
 
 class _Range(NamedTuple):
-    """The range of one op, and the interval in which the op ran, in seconds; None until that is known."""
+    """The range of one op, and the interval in seconds in which the op ran; None until known."""
 
     op: RangedOp
     event: Event
@@ -30,8 +29,8 @@ def make_ranged(step: Step, host: Iterable[Event], kernels: Iterable[Kernel]) ->
     """Return the timeline of a split step, and whether its times are those of kernels.
 
     Args:
-        step: that is split.
-        host, kernels: what ran on the host in its time, and what was launched in it.
+        step: the split step.
+        host, kernels: events on the host during the step, and kernels launched in it.
     """
     ranges: dict[int, _Range] = {}
     for event in host:
@@ -51,7 +50,7 @@ def make_ranged(step: Step, host: Iterable[Event], kernels: Iterable[Kernel]) ->
 
 
 def _measure_kernels(ranges: dict[int, _Range], kernels: Iterable[Kernel]) -> Iterator[tuple[int, _Range]]:
-    """Yield the ops that launched kernels, with the interval of these."""
+    """Yield the ops that launched kernels, with the interval of these kernels."""
     tracks: dict[Track, list[tuple[float, float, int]]] = {}
     for number, each in ranges.items():
         tracks.setdefault(each.event.track, []).append((each.event.start, each.event.end, number))
@@ -68,7 +67,7 @@ def _measure_kernels(ranges: dict[int, _Range], kernels: Iterable[Kernel]) -> It
 
 
 def _find_range(ranges: Sequence[tuple[float, float, int]], launch: Launch) -> int | None:
-    """Return the number of the op in whose range a kernel was launched; *ranges* are of its thread, in order."""
+    """Return the number of the op in whose range a kernel was launched. *ranges* are those of its thread, in order."""
     before = bisect_right(ranges, launch.time, key=lambda each: each[0]) - 1
     if before < 0 or launch.time > ranges[before][1]:
         return None
@@ -76,7 +75,7 @@ def _find_range(ranges: Sequence[tuple[float, float, int]], launch: Launch) -> i
 
 
 def _find_issues(step: Step, ranges: dict[int, _Range]) -> Iterator[tuple[int, float]]:
-    """Yield when each op of a CPU was issued."""
+    """Yield the time of issue of each op on a CPU."""
     issued = step.start
     for number in sorted(ranges):
         event = ranges[number].event

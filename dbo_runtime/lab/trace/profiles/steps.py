@@ -1,4 +1,4 @@
-"""Where the steps of a profile begin and end."""
+"""Find where the steps of a profile begin and end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dbo_runtime.lab.trace.profiles.events import Event, Events, Kernel, Track
 from dbo_runtime.observe.ranges import is_step
 
 MAX_STEPS = 10_000
-# The narrowest that a profile has is taken. The first are of vLLM (`VLLM_CUSTOM_SCOPES_FOR_PROFILING=1`, and always),
-# the last of `torch.profiler.profile.step()`.
+# The narrowest kind of range in a profile is taken. The first are vLLM's (`VLLM_CUSTOM_SCOPES_FOR_PROFILING=1`, and
+# always), the last is that of `torch.profiler.profile.step()`.
 _STEPS = (
     re.compile(r"gpu_model_runner: forward"),
     re.compile(r"execute_(?:\d+_)?context_.*"),
@@ -25,11 +25,12 @@ WHOLE = "all of it"
 
 
 class Step(NamedTuple):
-    """The time on the host in which a step was issued; seconds.
+    """The time in which the host issued a step, in seconds.
 
     Attributes:
-        label: what the profile calls it.
-        track: the thread that issued it: of a profile that names no steps, the one with most events; None without any.
+        label: name of the step in the profile.
+        track: the thread that issued it; in a profile without named steps, the thread with most events; None without
+            any.
         is_split: whether it is a step of this package, with ranges.
     """
 
@@ -41,10 +42,10 @@ class Step(NamedTuple):
 
 
 def find_steps(events: Events) -> list[Step]:
-    """Return the steps: those of this package, and of others all that contain none of these; else one of all events.
+    """Return this package's steps, and other steps that contain none of them; without any, one step of all events.
 
     Raises:
-        ConfigError: if there are very many.
+        ConfigError: there are very many steps.
     """
     split = [_make_step(event, is_split=True) for event in events.host if is_step(event.name)]
     others: list[Step] = []
@@ -71,5 +72,5 @@ def _make_step(event: Event, is_split: bool = False) -> Step:
 
 
 def _has_any(step: Step, starts: Sequence[float]) -> bool:
-    """Return whether one of the ascending *starts* is in a step."""
+    """Return whether one of the ascending *starts* is inside a step."""
     return bisect_left(starts, step.start) < bisect_right(starts, step.end)

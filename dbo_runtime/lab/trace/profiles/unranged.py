@@ -1,13 +1,13 @@
-"""The timeline of a step without ranges of this package: of unsplit vLLM, of its own DBO, of SGLang's TBO.
+"""The timeline of a step without this package's ranges: of unsplit vLLM, of vLLM's own DBO, of SGLang's TBO.
 
-What communicates is told by name (`kinds`). On a device the stream with most computation is `compute`, other streams
-that compute are `side`, and each stream that communicates is a lane of its own: what one stream runs never overlaps.
-If several threads besides that of the step launched what computes, as vLLM's DBO has one for each micro-batch, these
-are the micro-batches. Without kernels, ops of the step's thread are `compute`, and those that communicate, on any
-thread, are `comm`.
+Communication is recognized by name (`kinds`). On a device, the stream with most computation is `compute`, and other
+computing streams are `side`. Each communicating stream is a separate lane, because ops of one stream never overlap. If
+several threads besides the step's launched the computing kernels, as vLLM's DBO has one per micro-batch, these threads
+are the micro-batches. Without kernels, ops of the step's thread are `compute`, and communicating ops of any thread are
+`comm`.
 
-Profiles do not say what an op waited for. It is taken to have waited for the op of another lane that ended last before
-it started, if it could run before that; on a device, only if it started soon after that.
+Profiles do not say what an op waited for. It is assumed to have waited for the other lane's op that ended last before
+it started, if it could have run earlier; on a device, only if it started soon after that op ended.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dbo_runtime.lab.trace.profiles.kinds import is_communication, is_host_copy
 from dbo_runtime.lab.trace.profiles.steps import Step
 from dbo_runtime.observe.timeline import Span, Timeline
 
-WAKE_SECONDS = 20e-6  # from the end of a kernel to the start of one that a stream let wait for it
+WAKE_SECONDS = 20e-6  # from the end of a kernel to the start of one whose stream waited for it
 MAX_COMM_LANES = 8
 
 
 def make_by_streams(step: Step, kernels: Iterable[Kernel]) -> Timeline:
-    """Return the timeline of the kernels of a step."""
+    """Return the timeline of a step's kernels."""
     ran = [kernel for kernel in kernels if not is_host_copy(kernel.name)]
     communicates = {kernel.name: is_communication(kernel.name) for kernel in ran}
     computing: dict[Track, float] = {}
@@ -51,12 +51,12 @@ def make_by_streams(step: Step, kernels: Iterable[Kernel]) -> Timeline:
 
 
 def make_by_threads(step: Step, host: Iterable[Event]) -> Timeline:
-    """Return the timeline of what the host ran in a step, where no device ran anything."""
+    """Return the timeline of a step's host events, if no device ran anything."""
     communicating, computing = list[Event](), list[Event]()
     for event in host:
         if is_communication(event.name):
             communicating.append(event)
-        elif event.track == step.track and "::" in event.name:  # not an annotation, nor a part of the compiler
+        elif event.track == step.track and "::" in event.name:  # neither an annotation nor part of the compiler
             computing.append(event)
     own = _join([event for event in communicating if event.track == step.track])
     pieces = [piece for event in _take_outermost(computing) for piece in _subtract(event, own)]
@@ -71,7 +71,7 @@ def make_by_threads(step: Step, host: Iterable[Event]) -> Timeline:
 
 
 def _find_micro_batches(step: Step, kernels: Iterable[Kernel]) -> dict[Track, int]:
-    """Return the micro-batch of each thread, if several besides that of the step launched kernels."""
+    """Return each thread's micro-batch, if several threads besides the step's launched kernels."""
     launching = sorted((kernel.launch for kernel in kernels if kernel.launch), key=lambda launch: launch.time)
     threads = dict.fromkeys(launch.track for launch in launching if launch.track != step.track)
     if step.track is None or len(threads) < 2:
@@ -85,7 +85,7 @@ def _name_comm(number: int) -> str:
 
 
 def _number(names: Sequence[str]) -> list[str]:
-    """Return names of which no two are alike."""
+    """Return the names, made unique by numbers."""
     seen: Counter[str] = Counter()
     numbered = []
     for name in names:
@@ -95,7 +95,7 @@ def _number(names: Sequence[str]) -> list[str]:
 
 
 def _add_waits(spans: Sequence[Span], soon: float) -> tuple[Span, ...]:
-    """Return spans by start, with what each is taken to have waited for: what ended at most *soon* seconds before."""
+    """Return the spans by start, each with the op it is assumed to wait for: it ended at most *soon* s before."""
     ends = sorted((span.end, span.lane, span.op, span.micro_batch) for span in spans)
     free: dict[str, float] = {}
     found = []
@@ -112,7 +112,7 @@ def _add_waits(spans: Sequence[Span], soon: float) -> tuple[Span, ...]:
 
 
 def _take_outermost(events: Iterable[Event]) -> list[Event]:
-    """Return the events of one thread that are in no other; events come by start, and the longer one first."""
+    """Return one thread's events that are inside no other. Events come sorted by start, longer ones first."""
     outermost: list[Event] = []
     for event in sorted(events, key=lambda each: (each.start, -each.end)):
         if not outermost or event.start >= outermost[-1].end:
@@ -121,8 +121,8 @@ def _take_outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def _join(events: Iterable[Event]) -> list[Event]:
-    """Join events that touch or overlap; the longest one names them."""
-    joined: list[tuple[Event, Event]] = []  # the whole, and the longest
+    """Join events that touch or overlap, under the name of the longest."""
+    joined: list[tuple[Event, Event]] = []  # the joined event, and its longest part
     for event in sorted(events, key=lambda each: each.start):
         if joined and event.start <= joined[-1][0].end:
             whole, longest = joined[-1]
@@ -134,7 +134,7 @@ def _join(events: Iterable[Event]) -> list[Event]:
 
 
 def _subtract(event: Event, others: Sequence[Event]) -> list[Event]:
-    """Return the pieces of an event that are in none of *others*, which are in order and apart."""
+    """Return the parts of an event outside *others*, which are sorted and disjoint."""
     pieces, start = [], event.start
     for other in others[max(0, bisect_right(others, event.start, key=lambda each: each.start) - 1) :]:
         if other.start >= event.end:

@@ -1,1 +1,1 @@
-"""Drafts of adapters, written from what a model's own forward calls."""
+"""Drafts of adapters, written from the calls of a model's own forward."""

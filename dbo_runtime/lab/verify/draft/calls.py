@@ -1,4 +1,4 @@
-"""What a forward calls: modules, functions of torch and reduces, with their arguments and results as plain data."""
+"""The calls of a forward: modules, torch functions and reduces, with their arguments and results as plain data."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ MODULE, FUNCTION, REDUCE = "module", "function", "reduce"
 
 
 class Named:
-    """What has a name in a draft's source. Kinds of these are never equal, whatever is in them."""
+    """An item that has a name in a draft's source. Items of different subclasses are never equal."""
 
 
 @dataclass(frozen=True)
 class Ref(Named):
-    """A tensor that the forward is given or computes, by the order in which they appear."""
+    """A tensor that the forward is given or computes, numbered in order of appearance."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Path(Named):
-    """Something that a model holds: `layer.mlp`, `decoder.norm`.
+    """Something that a model holds, such as `layer.mlp` or `decoder.norm`.
 
     Attributes:
-        owner: `layer`, `decoder` or `model`.
-        attributes: from there, with dots; empty for the owner itself.
+        owner: start of the path: `layer`, `decoder` or `model`.
+        attributes: attributes from there, separated by dots; empty for the owner itself.
     """
 
     owner: str
@@ -42,7 +42,7 @@ class Path(Named):
 
 @dataclass(frozen=True)
 class TokenCount(Named):
-    """The number of tokens of the step."""
+    """The number of tokens in the step."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Unknown:
-    """An argument that no expression is known for."""
+    """An argument without a known expression."""
 
     what: str
 
@@ -65,15 +65,16 @@ class Call:
 
     Attributes:
         kind: MODULE, FUNCTION or REDUCE.
-        target: the module; or the function's name, `torch.Tensor.add`.
-        args: with a Ref, Path, TokenCount, Literal or Unknown for what is not plain; tuples and dictionaries of these.
-        kwargs: likewise, by name.
+        target: the module; or the function's name, such as `torch.Tensor.add`.
+        args: arguments, with a Ref, Path, TokenCount, Literal or Unknown for each item that is not plain; tuples and
+            dictionaries of these.
+        kwargs: keyword arguments, in the same form.
         results: a Ref, None, or a tuple of these.
-        layer: the layer that called it; None outside of layers.
-        ordered: whether it reads or writes state of requests, such as the KV cache.
-        reduces: whether it ends in an all-reduce.
-        leaves_reduce: whether its results are parts that the layer has to reduce.
-        overwritten: those of its arguments that it may change or return.
+        layer: the layer that made the call; None outside layers.
+        ordered: whether the call reads or writes state of requests, such as the KV cache.
+        reduces: whether the call ends in an all-reduce.
+        leaves_reduce: whether the results are partial sums that the layer has to reduce.
+        overwritten: the arguments that the call may change or return.
     """
 
     kind: str
@@ -98,7 +99,7 @@ class Call:
         return tuple(item for item in list_items(self.results) if isinstance(item, Ref))
 
     def rename(self, rename: Callable[[Any], Any]) -> Call:
-        """Return the call of no layer, with another name for each argument and result."""
+        """Return the call outside any layer, with each argument and result renamed."""
         return replace(
             self,
             args=map_items(self.args, rename),
@@ -111,20 +112,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Recording:
-    """All that a forward called.
+    """All calls of a forward.
 
     Attributes:
-        architecture: of the model.
-        decoder: the path from the model to what has the layers, `model`.
-        layers: the attribute of the decoder that has them.
-        count: of layers.
+        architecture: the model's architecture.
+        decoder: path from the model to the object that has the layers, such as `model`.
+        layers: the decoder's attribute that has the layers.
+        count: number of layers.
         x: the embedded tokens.
-        positions: of the tokens.
-        result: the hidden states that are returned.
-        calls: in order.
-        facts: of each layer, by expression, such as `layer.is_sliding`, what may tell kinds of layers apart.
-        classes: of the decoder, its layers and their parts.
-        tree: the modules of a layer, one a line.
+        positions: positions of the tokens.
+        result: the returned hidden states.
+        calls: the calls in order.
+        facts: values of each layer that may tell kinds of layers apart, by expression, such as `layer.is_sliding`.
+        classes: class names of the decoder, its layers and their parts.
+        tree: the modules of a layer, one per line.
     """
 
     architecture: str
@@ -141,7 +142,7 @@ class Recording:
 
 
 def list_items(structure: Any) -> Iterator[Any]:
-    """Yield what is in nested tuples, lists and dictionaries."""
+    """Yield the items in nested tuples, lists and dictionaries."""
     if type(structure) in (tuple, list):
         for item in structure:
             yield from list_items(item)
@@ -154,7 +155,7 @@ def list_items(structure: Any) -> Iterator[Any]:
 
 
 def map_items(structure: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested tuples, lists and dictionaries with each item in them replaced by the function's result."""
+    """Return nested tuples, lists and dictionaries with each item replaced by the function's result."""
     if type(structure) in (tuple, list):
         return type(structure)(map_items(item, function) for item in structure)
     if isinstance(structure, dict):
@@ -165,7 +166,7 @@ def map_items(structure: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def drop_unused(calls: tuple[Call, ...], result: Any) -> tuple[Call, ...]:
-    """Return the calls without functions whose results are never read: sizes, masks that end up unused."""
+    """Return the calls without functions whose results are never read, such as sizes and unused masks."""
     needed = {item for item in list_items(result) if isinstance(item, Ref)}
     kept = []
     for call in reversed(calls):

@@ -21,18 +21,18 @@ from dbo_runtime.lab.verify.draft.recording import record_forward
 from dbo_runtime.lab.verify.tiny_config import make_config, write_config
 from dbo_runtime.lab.verify.verification import generate, run_model, verify_adapter
 
-PROMPT_TOKENS = (7, 5, 11)  # in all a prime number, which is no size of a model
+PROMPT_TOKENS = (7, 5, 11)  # in total a prime number, so that it equals no size of a model
 
 
 class Draft(NamedTuple):
-    """A draft that was written.
+    """A written draft.
 
     Attributes:
-        folder: of the package.
-        module: the file of the adapter.
-        reason: why it is only a skeleton; None if it is complete.
-        verdict: the outcome of its verification; None if there is nothing to verify, or it failed.
-        error: with which it failed; empty if it did not.
+        folder: folder of the package.
+        module: file of the adapter.
+        reason: reason why the draft is only a skeleton; None if it is complete.
+        verdict: result of its verification; None if there was nothing to verify, or the verification failed.
+        error: error of the verification; empty if it did not fail.
     """
 
     folder: Path
@@ -43,11 +43,11 @@ class Draft(NamedTuple):
 
     @property
     def is_verified(self) -> bool:
-        """Whether the adapter is the model's own forward."""
+        """Whether the adapter equals the model's own forward."""
         return self.verdict is not None and not self.verdict.mismatches
 
     def __str__(self) -> str:
-        """Format as lines: what was written, whether it is right, and what to do."""
+        """Format as lines: the files written, whether they are right, and what to do next."""
         lines = [f"written: {self.module}"]
         todo = [line.strip() for line in self.module.read_text().splitlines() if "# TODO" in line]
         lines += [f"  {line}" for line in todo]
@@ -65,7 +65,7 @@ class Draft(NamedTuple):
         return "\n".join(lines)
 
     def list_facts(self) -> dict[str, Any]:
-        """Return the same for programs."""
+        """Return the same as data, for programs."""
         mismatches = [] if self.verdict is None else [one._asdict() for one in self.verdict.mismatches]
         facts = {"module": str(self.module), "verifies": self.is_verified, "mismatches": mismatches}
         return {**facts, "reason": self.reason or self.error or None}
@@ -76,15 +76,15 @@ class Draft(NamedTuple):
 
 
 def draft_adapter(model: str, output: str | None = None) -> Draft:
-    """Write a package with an adapter of a model, and verify that.
+    """Write a package with an adapter for a model, and verify it.
 
     Args:
-        model: an architecture, or a directory with a `config.json`.
-        output: the folder to be made; by default it is named after the architecture, in the current one.
+        model: name of an architecture, or a directory with a `config.json`.
+        output: the folder to make; by default one named after the architecture, in the current folder.
 
     Raises:
-        ConfigError: if the folder exists, there is no config, or vLLM does not run it.
-        ProgramError: if the model has no list of layers.
+        ConfigError: the folder exists, there is no config, or vLLM does not run the model.
+        ProgramError: the model has no list of layers.
     """
     config = make_config(model)
     names = DraftNames.of(config["architectures"][0])
@@ -98,16 +98,16 @@ def draft_adapter(model: str, output: str | None = None) -> Draft:
     try:
         adapter = getattr(_load(module), names.name)()
         return Draft(folder, module, verdict=verify_adapter(str(folder), adapter))
-    except Exception as error:  # noqa: BLE001 - the code that was just written may raise anything
+    except Exception as error:  # noqa: BLE001 - the new code may raise anything
         return Draft(folder, module, error=str(error) if isinstance(error, DboError) else _describe(error))
 
 
 def record_model(config: Mapping[str, Any]) -> Recording:
-    """Return what the forward of a model of this config calls in a prefill.
+    """Return the calls of the forward of a model with this config in a prefill.
 
     Raises:
-        ConfigError: if vLLM does not run the model.
-        ProgramError: if the model has no list of layers, or no attention.
+        ConfigError: vLLM does not run the model.
+        ProgramError: the model has no list of layers, or no attention.
     """
     architecture = config["architectures"][0]
     recordings: list[Recording] = []
@@ -143,7 +143,7 @@ def record_model(config: Mapping[str, Any]) -> Recording:
 
 
 def _describe(error: Exception) -> str:
-    """Return an error with the line that raised it: those of vLLM's assertions have no text."""
+    """Return an error with the line that raised it, because vLLM's assertions have no text."""
     (*_, last) = traceback.extract_tb(error.__traceback__)
     return f"{error!r:.500} ({last.filename}:{last.lineno})"
 
@@ -154,6 +154,6 @@ def _load(file: Path) -> Any:
     assert spec is not None, "it ends in .py"
     assert spec.loader is not None, "it ends in .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # so that messages find its source
+    sys.modules[file.stem] = module  # lets messages find its source
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Python expressions of what was called, for a draft's source."""
+"""Python expressions for recorded calls, to write a draft's source with."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OPERATORS: Mapping[str, str] = {
     "neg": "-{0}",
     "__getitem__": "{0}[{1}]",
 }
-"""Methods of tensors that are written as operators; those in place (`add_`, `__iadd__`) as well."""
+"""Methods of tensors that are written as operators. In-place forms (`add_`, `__iadd__`) are written the same way."""
 
 WORDS: Mapping[str, str] = {"__getitem__": "select", "__rsub__": "subtract", "sub": "subtract", "div": "divide"}
 
 
 def format_item(item: Any, names: Callable[[Any], str]) -> str:
-    """Return an argument as an expression; *names* has those of tensors, paths and counts of tokens."""
+    """Return an argument as an expression. *names* has the names of tensors, paths and token counts."""
     if type(item) in (tuple, list):
         listed = ", ".join(format_item(part, names) for part in item)
         return f"({listed},)" if len(item) == 1 else f"({listed})"
@@ -51,7 +51,7 @@ def format_item(item: Any, names: Callable[[Any], str]) -> str:
 
 
 def format_function(call: Call, names: Callable[[Any], str]) -> str:
-    """Return the call of a function as an expression, not in place."""
+    """Return a function call as an expression that is not in place."""
     target = str(call.target)
     is_method = target.startswith("torch.Tensor.")
     name = get_name(call)
@@ -69,7 +69,7 @@ def format_function(call: Call, names: Callable[[Any], str]) -> str:
 
 
 def get_name(call: Call) -> str:
-    """Return the last part of a function's name, without the signs of its in-place variants."""
+    """Return the last part of a function's name, without the marks of in-place variants."""
     name = str(call.target).rpartition(".")[2]
     if name.startswith("__i") and name.endswith("__") and f"__{name[3:]}" in OPERATORS:
         return f"__{name[3:]}"
@@ -77,13 +77,13 @@ def get_name(call: Call) -> str:
 
 
 def is_in_place(target: str) -> bool:
-    """Return whether a function changes its first argument; it is written as one that does not."""
+    """Return whether a function changes its first argument. It is written as one that does not."""
     name = target.rpartition(".")[2]
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def get_word(call: Call) -> str:
-    """Return a word for what a function does, as the name of an op."""
+    """Return a word for the effect of a function, to name an op with."""
     name = get_name(call)
     word = WORDS.get(name, name.strip("_"))
     if word == "get":
@@ -92,7 +92,7 @@ def get_word(call: Call) -> str:
 
 
 def find_unknown(call: Call) -> str | None:
-    """Return what is unknown among a call's arguments, or why no expression can stand for it."""
+    """Return the unknown part of a call's arguments, or the reason why no expression can replace the call."""
     unknown = next((item for item in list_items((call.args, call.kwargs)) if isinstance(item, Unknown)), None)
     if unknown is not None:
         return f"{call.target} takes {unknown.what}"

@@ -1,7 +1,7 @@
-"""Fold the layers of a recording into one loop: layers that call the same are of one kind.
+"""Fold the layers of a recording into one loop. Layers with the same calls are of one kind.
 
-What flows from layer to layer is found from the calls: a layer's result and the next one's reading of it are one
-*slot*, and so is what the layers after them read in its place.
+The data flow from layer to layer follows from the calls. A layer's result, the next layer's reading of it, and the
+later layers' corresponding values form one *slot*.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dbo_runtime.lab.verify.draft.calls import Call, Named, Recording, Ref, list
 
 @dataclass(frozen=True, order=True)
 class Slot(Named):
-    """A value that is passed from layer to layer, by its number."""
+    """A value passed from layer to layer, by number."""
 
     number: int
 
@@ -31,20 +31,20 @@ class Local(Named):
 
 @dataclass(frozen=True)
 class Shared(Named):
-    """A value from before the layers, which all of them may read: positions, say."""
+    """A value from before the layers that all layers may read, such as positions."""
 
     ref: Ref
 
 
 @dataclass
 class Kind:
-    """Layers that call the same.
+    """Layers with the same calls.
 
     Attributes:
-        layers: their numbers.
-        calls: with a Slot, Local or Shared for each tensor.
-        takes: the slots that they read.
-        gives: for each slot that is passed on, the result that is.
+        layers: indices of these layers.
+        calls: the calls, with a Slot, Local or Shared for each tensor.
+        takes: slots that these layers read.
+        gives: result passed on in each slot.
     """
 
     layers: list[int]
@@ -55,14 +55,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Folded:
-    """A recording whose layers are folded.
+    """A recording with folded layers.
 
     Attributes:
-        before: the calls before the layers.
-        kinds: of layers, by their first appearance.
-        after: the calls after the layers.
-        initial: what each slot that the first layer takes is given.
-        final: the slot by which each result of the last layer is read after it.
+        before: calls before the layers.
+        kinds: kinds of layers, by first appearance.
+        after: calls after the layers.
+        initial: first value of each slot that the first layer takes.
+        final: slot in which each result of the last layer is read after it.
     """
 
     before: tuple[Call, ...]
@@ -76,7 +76,7 @@ def fold(recording: Recording) -> Folded:
     """Fold a recording's layers.
 
     Raises:
-        ProgramError: if a layer reads what another than the one before it computed.
+        ProgramError: a layer reads a value that neither it nor the previous layer computed.
     """
     first = next((number for number, call in enumerate(recording.calls) if call.layer is not None), None)
     if first is None:
@@ -91,7 +91,7 @@ def fold(recording: Recording) -> Folded:
 
 
 class _Folding:
-    """The layers' inputs and outputs, which slots connect."""
+    """The layers' inputs and outputs, connected by slots."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Folding:
                 if ref not in outside and not any(ref in call.writes for call in after)
             )
         )
-        self._joined: dict[Any, Any] = {}  # of union-find: what is in one slot
+        self._joined: dict[Any, Any] = {}  # union-find: values in one slot
 
     def run(self) -> Folded:
         kinds: list[Kind] = []
@@ -134,7 +134,7 @@ class _Folding:
         return self._number_slots(kinds, takes, of_layer)
 
     def _list_taken(self, number: int) -> list[Ref]:
-        """Return what a layer reads of the layer before it, or, the first one, of what comes before all."""
+        """Return the values that a layer reads from the previous layer; for the first layer, from earlier calls."""
         local = self._locals[number]
         reads = dict.fromkeys(ref for call in self._bodies[number] for ref in call.reads)
         taken = [ref for ref in reads if ref not in local and ref not in self._shared]
@@ -145,7 +145,7 @@ class _Folding:
         return taken
 
     def _name(self, number: int, taken: list[Ref], item: Any) -> Any:
-        """Name a tensor of a layer; slots are numbered as it reads them, at first."""
+        """Name a tensor of a layer. At first, slots are numbered in the order in which the layer reads them."""
         if not isinstance(item, Ref):
             return item
         if item in self._shared:
@@ -163,7 +163,7 @@ class _Folding:
 
     def _number_slots(self, kinds: list[Kind], takes: list[list[Ref]], of_layer: list[int]) -> Folded:
         if len(kinds) > 1 and kinds[0].layers == [0] and all(takes[kind.layers[0]] for kind in kinds[:2]):
-            self._unite(("takes", 0, 0), ("takes", 1, 0))  # hidden states, before the first layer as after it
+            self._unite(("takes", 0, 0), ("takes", 1, 0))  # hidden states before and after the first layer
         slots: dict[Any, Slot] = {}
 
         def number(node: Any) -> Slot:

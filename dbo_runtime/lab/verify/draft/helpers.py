@@ -1,4 +1,4 @@
-"""Write the functions of a draft: runs of torch's functions, and calls of modules that take more than values."""
+"""Write the functions of a draft: runs of torch functions, and calls of modules that take more than values."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dbo_runtime.lab.verify.draft.calls import Call, Named, Path, TokenCount, li
 from dbo_runtime.lab.verify.draft.expressions import format_function, format_item
 
 PARAMETERS = ("x", "y", "z")
-TRIVIAL = 16  # numbers that are not below it, or have a fraction that few constants have, come from a config
+TRIVIAL = 16  # larger numbers, and fractions that few constants have, come from a config
 HALVES = 2
 
 
 class Helper(NamedTuple):
-    """A function that is written, and what is bound to it.
+    """A written function, with its bound arguments.
 
     Attributes:
-        name: of the function.
-        bound: what its first parameters are bound to.
-        reads: the values that the others take.
+        name: name of the function.
+        bound: objects that its first parameters are bound to.
+        reads: values that its other parameters take.
     """
 
     name: str
@@ -28,16 +28,16 @@ class Helper(NamedTuple):
     reads: tuple[Any, ...]
 
     def __str__(self) -> str:
-        """Format as an expression of a function of the values."""
+        """Format as an expression for a function of the values."""
         return f"partial({', '.join((self.name, *self.bound))})" if self.bound else self.name
 
 
 @dataclass
 class Helpers:
-    """The functions of one draft; equal ones are written once.
+    """The functions of one draft. Equal functions are written only once.
 
     Attributes:
-        sources: by name.
+        sources: source texts by function name.
         reserved: names that functions must not have.
     """
 
@@ -47,7 +47,7 @@ class Helpers:
     def add_functions(
         self, name: str, calls: Sequence[Call], writes: Sequence[Any], tensors: tuple[type, ...], copies: bool = False
     ) -> Helper:
-        """Write a run of functions of torch as one; with *copies*, its results are no views."""
+        """Write a run of torch functions as one function. With *copies*, its results are not views."""
         made = {item for call in calls for item in list_items(call.results) if isinstance(item, tensors)}
         items = list(dict.fromkeys(_list_arguments(calls)))
         reads = tuple(item for item in items if isinstance(item, tensors) and item not in made)
@@ -99,7 +99,7 @@ class Helpers:
 
 
 class _Parameters:
-    """The names of what a function takes and computes."""
+    """The names of a function's parameters and variables."""
 
     def __init__(self, reads: Sequence[Any], bound: Sequence[Path], first: str | None = None) -> None:
         self._names: dict[Any, str] = {}
@@ -133,7 +133,7 @@ def _list_arguments(calls: Sequence[Call]) -> Iterator[Any]:
 
 
 def _list_selections(results: Any, tensors: tuple[type, ...], path: str = "") -> Iterator[str]:
-    """Yield where each value is in a result: `` or `[0]`."""
+    """Yield the position of each value in a result: `` or `[0]`."""
     if isinstance(results, tensors):
         yield path
     elif type(results) is tuple:
@@ -142,11 +142,11 @@ def _list_selections(results: Any, tensors: tuple[type, ...], path: str = "") ->
 
 
 def _note_numbers(calls: Sequence[Call]) -> list[str]:
-    """Return a comment on numbers that may be wrong in a model of other sizes."""
+    """Return a comment on numbers that may be wrong for a model of other sizes."""
     arguments = [item for call in calls for item in list_items((call.args, tuple(value for _, value in call.kwargs)))]
     numbers = [item for item in arguments if type(item) in (int, float) and _is_of_a_config(item)]
     listed = ", ".join(map(repr, dict.fromkeys(numbers)))
-    return [f"# TODO: {listed}: of this config? Bind what the model has it from."] if numbers else []
+    return [f"# TODO: {listed}: from this config? Then bind the model's attribute for it."] if numbers else []
 
 
 def _is_of_a_config(number: float) -> bool:

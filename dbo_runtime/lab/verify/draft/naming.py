@@ -1,4 +1,4 @@
-"""Find expressions for what a forward passes to modules and functions: the tensors, and what the model holds."""
+"""Find expressions for arguments in a forward: the tensors, and the objects that the model holds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from dbo_runtime.lab.verify.draft.calls import Literal, Path, Ref, TokenCount, Unknown
 
-SMALL = 16  # whole numbers below it are dimensions and the like, and the same in all sizes of a model
+SMALL = 16  # smaller whole numbers are dimensions and the like, equal for all sizes of a model
 NUMBERING = ("layer_id", "layer_index", "layer_name", "layer_num", "idx", "index", "prefix")
-"""How attributes begin that number a layer: they tell any two apart."""
+"""Prefixes of attributes that number a layer. They would tell any two layers apart."""
 PLAIN = (bool, str, type(None), type(...))
 
 
@@ -19,10 +19,10 @@ class ArgumentNames:
     """Translates arguments into plain data.
 
     Args:
-        model: that is recorded.
-        decoder: the part of it that has the layers.
-        layers: of the decoder.
-        tokens: of the recorded step: a number that is no size of the model.
+        model: the recorded model.
+        decoder: the part of the model that has the layers.
+        layers: the decoder's layers.
+        tokens: number of tokens in the recorded step; it equals no size of the model.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class ArgumentNames:
         self._outside = _list_parts("model", model) | _list_parts("decoder", decoder)
 
     def locate(self, part: Any, layer: int | None) -> Path:
-        """Return the path to a module, a parameter or a buffer, from the layer if it is in it."""
+        """Return the path to a module, parameter or buffer; from the layer if it is inside the layer."""
         inside = self._inside[layer] if layer is not None else {}
         return inside.get(id(part)) or self._outside[id(part)]
 
     def translate(self, item: Any, find: Callable[[torch.Tensor], Ref | None], layer: int | None) -> Any:
-        """Return *item* with plain data for what is in it; *find* knows the tensors of the step."""
+        """Return *item* with plain data for its parts. *find* knows the tensors of the step."""
         if isinstance(item, torch.Tensor):
             return find(item) or self._translate_held(item, layer)
         if isinstance(item, (tuple, list)):
@@ -65,7 +65,7 @@ class ArgumentNames:
             return self._find_object(tensor, layer) or Unknown(f"a tensor {list(tensor.shape)} from elsewhere")
 
     def _translate_number(self, number: float, layer: int | None) -> Any:
-        """Return the path to an attribute of this value: a number of a tiny config is wrong in another."""
+        """Return the path to an attribute with this value, because a tiny config's number is wrong elsewhere."""
         if number == self._tokens and isinstance(number, int):
             return TokenCount()
         if isinstance(number, int) and number < SMALL:
@@ -92,7 +92,7 @@ class ArgumentNames:
 def describe_layers(
     decoder: torch.nn.Module, layers: Sequence[torch.nn.Module]
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...], str]:
-    """Return what tells layers apart, the classes of the decoder and its layers' parts, and the modules of a layer."""
+    """Return facts that tell layers apart, class names of the decoder and its layers' parts, and a layer's modules."""
     parts = [decoder, *layers, *(child for layer in layers for child in layer.children())]
     classes = tuple(sorted({type(part).__name__ for part in parts}))
     tree = "\n".join(f"{name}: {type(part).__name__}" for name, part in layers[-1].named_modules() if name)
@@ -100,7 +100,7 @@ def describe_layers(
 
 
 def _list_facts(layer: torch.nn.Module) -> dict[str, Any]:
-    """Return plain attributes of a layer and of its children, and their classes, by expression."""
+    """Return plain attributes and classes of a layer and its children, by expression."""
     facts: dict[str, Any] = {}
     for prefix, part in [("layer", layer), *((f"layer.{name}", part) for name, part in layer.named_children())]:
         facts |= {
@@ -109,7 +109,7 @@ def _list_facts(layer: torch.nn.Module) -> dict[str, Any]:
             if isinstance(value, (bool, int, str)) and not name.startswith(("_", *NUMBERING))
         }
     facts |= {f"type(layer.{name}).__name__": type(part).__name__ for name, part in layer.named_children()}
-    return dict(sorted(facts.items(), key=lambda fact: not isinstance(fact[1], bool)))  # what is true or false, first
+    return dict(sorted(facts.items(), key=lambda fact: not isinstance(fact[1], bool)))  # booleans first
 
 
 def _list_parts(owner: str, root: torch.nn.Module) -> dict[int, Path]:

@@ -1,4 +1,4 @@
-"""Group calls into the ops of an adapter: one for each module and reduce, and one for each run of functions between."""
+"""Group calls into an adapter's ops: one per module and per reduce, and one per run of functions in between."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from dbo_runtime.lab.verify.draft.calls import FUNCTION, MODULE, Call, Path, list_items
 from dbo_runtime.lab.verify.draft.expressions import get_word
 
-MAX_WORDS = 3  # of the name of a run of functions
+MAX_WORDS = 3  # words in the name of a run of functions
 
 
 @dataclass(frozen=True)
 class DraftOp:
-    """One op to be written.
+    """One op to write.
 
     Attributes:
-        name: unique in its function.
-        calls: one, or several functions.
-        writes: its results, of those that are read elsewhere; of a module or a reduce all.
+        name: name of the op, unique in its function.
+        calls: one call, or several functions.
+        writes: results that are read elsewhere; for a module or a reduce, all results.
     """
 
     name: str
@@ -29,18 +29,18 @@ class DraftOp:
 
     @property
     def first(self) -> Call:
-        """The only call of a module or a reduce."""
+        """The only call of a module or reduce op."""
         return self.calls[0]
 
 
 def group(
     calls: Sequence[Call], tensors: tuple[type, ...], needed: Iterable[Any], others: Sequence[DraftOp] = ()
 ) -> list[DraftOp]:
-    """Return the ops of a layer, or of what is before or after all.
+    """Return the ops of a layer, or of the calls before or after all layers.
 
     Args:
-        calls: in order.
-        tensors: the types that name tensors in them.
+        calls: the calls in order.
+        tensors: types that name tensors in the calls.
         needed: tensors that are read afterwards.
         others: ops whose names are taken.
     """
@@ -75,7 +75,7 @@ def list_writes(call: Call, tensors: tuple[type, ...]) -> list[Any]:
 
 
 def find_origins(run: Sequence[Call], writes: Sequence[Any]) -> dict[Any, Any]:
-    """Return for each result of a run of functions what has its memory: the result itself, or what it is a view of."""
+    """Return, for each result of a run of functions, the value that owns its memory: the result, or a viewed value."""
     origins: dict[Any, Any] = {}
     for call in run:
         (origin, *_) = [origins.get(item, item) for item in call.overwritten] or [None]

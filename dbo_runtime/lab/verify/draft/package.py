@@ -1,4 +1,4 @@
-"""Write a draft as a package of its own, like examples/toy_adapter."""
+"""Write a draft as a separate package, like examples/toy_adapter."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ INCOMPLETE = '''\
 
 
 class DraftNames(NamedTuple):
-    """What the parts of a package are called."""
+    """The names of a package's parts."""
 
     architecture: str
     module: str
@@ -82,7 +82,7 @@ class DraftNames(NamedTuple):
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError if there is something already."""
+    """Raise ConfigError if the folder exists already."""
     if folder.exists():
         raise ConfigError(f"{folder} exists already, and no draft overwrites anything; name another by --output.")
 
@@ -91,7 +91,7 @@ def write_package(folder: Path, recording: Recording, config: Mapping[str, Any])
     """Write a package into a new folder.
 
     Returns:
-        Why the adapter is only a skeleton; None if it is complete.
+        The reason why the adapter is only a skeleton; None if it is complete.
     """
     check_folder(folder)
     names = DraftNames.of(recording.architecture)
@@ -106,10 +106,10 @@ def write_package(folder: Path, recording: Recording, config: Mapping[str, Any])
 
 
 def write_source(recording: Recording, name: str) -> tuple[str, str | None]:
-    """Return the module of an adapter, and why it is only a skeleton; None if it is complete."""
+    """Return the source of an adapter's module, and the reason why it is only a skeleton; None if it is complete."""
     try:
         if recording.result is None:
-            raise ProgramError("what the forward returns is not hidden states that it computed")
+            raise ProgramError("the forward does not return hidden states that it computed")
         return AdapterSource(recording, fold(recording), name).write(), None
     except ProgramError as error:
         reason = str(error)

@@ -1,7 +1,7 @@
-"""Record what a model's own forward calls, while vLLM runs it: its layers' modules, and what happens between them.
+"""Record the calls of a model's own forward while vLLM runs it: its layers' modules, and the code between them.
 
-The forward runs on real tensors, so whatever Python it contains is followed as it is. A tensor is known by its
-identity: what a call returns, or changes in place, has a new name from then on.
+The forward runs on real tensors, so any Python in it is followed as it is. A tensor is known by its identity. A tensor
+that a call returns, or changes in place, gets a new name.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class Recorder(TorchFunctionMode):
-    """Notes the calls of one forward.
+    """Records the calls of one forward.
 
     Args:
-        model: as vLLM made it.
-        tokens: how many the step has.
+        model: the model, as vLLM made it.
+        tokens: number of tokens in the step.
     """
 
     def __init__(self, model: torch.nn.Module, tokens: int) -> None:
@@ -42,7 +42,7 @@ class Recorder(TorchFunctionMode):
         self._model = model
         self._names = ArgumentNames(model, self.decoder, self.layers, tokens)
         self._refs: dict[int, Ref] = {}
-        self._held: list[torch.Tensor] = []  # so that no other tensor gets the identity of one
+        self._held: list[torch.Tensor] = []  # keeps identities from being reused
         self._count = 0
         self._depth = 0
         self._layer: int | None = None
@@ -56,11 +56,11 @@ class Recorder(TorchFunctionMode):
         return ref
 
     def find(self, tensor: torch.Tensor) -> Ref | None:
-        """Return the name of a tensor; None if it was not given and not computed here."""
+        """Return the name of a tensor; None if it was neither given nor computed here."""
         return self._refs.get(id(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, and note it if it is called between modules."""
+        """Run a torch function, and record it if it is called between modules."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._depth == 0 and next(list_tensors([result]), None) is not None:
@@ -72,7 +72,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Stand in for an all-reduce that a layer itself calls."""
+        """Replace an all-reduce that a layer itself calls."""
         if self._depth:
             return partial
         with self._paused():
@@ -82,7 +82,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the context, note what is called."""
+        """In this context, record calls."""
         layers = {id(layer): number for number, layer in enumerate(self.layers)}
         chain = {id(part) for part in self._model.modules() if any(layer in part.modules() for layer in self.layers)}
         chain -= layers.keys()
@@ -95,7 +95,7 @@ class Recorder(TorchFunctionMode):
                     stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
                 else:
                     self._replace_reduce(stack, module)
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing is compiled for a mode like this
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # nothing compiles under a mode like this
             stack.enter_context(self)
             yield
 
@@ -104,13 +104,13 @@ class Recorder(TorchFunctionMode):
             self._layer = number
 
         def leave(*_: Any) -> None:
-            if number == len(self.layers) - 1:  # what comes between two layers belongs to the first
+            if number == len(self.layers) - 1:  # calls between two layers belong to the first
                 self._layer = None
 
         stack.callback(layer.register_forward_pre_hook(enter).remove)
         stack.callback(layer.register_forward_hook(leave).remove)
         self._replace_reduce(stack, layer)
-        if vars(layer).get("tp_size") == 1:  # with it, a layer would leave out the reduce that it calls itself
+        if vars(layer).get("tp_size") == 1:  # otherwise a layer would leave out its own reduce
             stack.enter_context(patch.object(layer, "tp_size", 2))
 
     def _replace_reduce(self, stack: ExitStack, module: torch.nn.Module) -> None:
@@ -146,13 +146,13 @@ class Recorder(TorchFunctionMode):
             self._depth -= 1
 
     def _is_identity(self, given: list[torch.Tensor], result: Any) -> bool:
-        """Return whether a module returned what it was given, as dropout does."""
+        """Return whether a module returned its input, as dropout does."""
         return any(
             item is result and not find_change(item, [copy]) for item, copy in zip(given, self._given, strict=True)
         )
 
     def _is_taken(self, module: torch.nn.Module, position: int, given: list[torch.Tensor], result: Any) -> bool:
-        """Return whether a module changed what it was given, returns it, or may do so on another platform."""
+        """Return whether a module changed or returned its input, or may do so on another platform."""
         item = given[position]
         fuses = "Norm" in type(module).__name__ and len(given) > 1
         return fuses or bool(list_shared([item], result)) or bool(find_change(item, [self._given[position]]))
@@ -183,10 +183,10 @@ class Recorder(TorchFunctionMode):
 def record_forward(
     model: VllmModel, forward: Callable[..., Any], architecture: str, x: torch.Tensor, positions: torch.Tensor
 ) -> Recording:
-    """Run a model's own forward on embedded tokens [tokens, hidden], and return what it called.
+    """Run a model's own forward on embedded tokens [tokens, hidden], and return its calls.
 
     Raises:
-        ProgramError: if the model has no list of layers.
+        ProgramError: the model has no list of layers.
     """
     recorder = Recorder(model, x.shape[0])
     x = x.clone()
@@ -213,10 +213,10 @@ def record_forward(
 
 
 def find_layers(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
-    """Return what has the list of layers, and the list's name: the longest one.
+    """Return the object that has the longest list of layers, and the list's name.
 
     Raises:
-        ProgramError: if there is none.
+        ProgramError: there is none.
     """
     lists = [
         (len(child), part, name)
@@ -234,13 +234,13 @@ def find_layers(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
 
 
 def list_shared(given: Iterable[torch.Tensor], result: Any) -> list[torch.Tensor]:
-    """Return those of the given tensors whose memory is that of a result."""
+    """Return the given tensors that share memory with a result."""
     storages = {part.untyped_storage().data_ptr() for part in list_tensors([result])}
     return [item for item in given if item.untyped_storage().data_ptr() in storages]
 
 
 def order_arguments(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the arguments of a module's call, by position as far as its forward takes them so; the rest by name."""
+    """Return a module call's arguments: positional as far as its forward takes them so, and the rest by name."""
     names = list(inspect.signature(type(module).forward).parameters.values())[1 + len(args) :]
     rest = dict(kwargs)
     ordered = list(args)

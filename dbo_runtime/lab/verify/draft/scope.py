@@ -1,4 +1,4 @@
-"""Write the ops of one function of a draft, and give names to its variables."""
+"""Write the ops of one function of a draft, and name its variables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RESERVED = {"self", "p", "model", "decoder", "layer", "index", "collectives", "p
 
 
 class Scope:
-    """The variables of one function that is written.
+    """The variables of one written function.
 
     Args:
         helpers: the functions of the module.
-        names: of the parameters.
-        kept: names that only these values get.
+        names: names of the parameters.
+        kept: names reserved for these values.
     """
 
     def __init__(self, helpers: Helpers, names: Mapping[Any, str], kept: Mapping[Any, str] | None = None) -> None:
@@ -32,7 +32,7 @@ class Scope:
         self._last: dict[Any, int] = {}
 
     def expect(self, ops: Sequence[DraftOp], results: Iterable[Any]) -> None:
-        """Note until when each value is read, so that names can be used again."""
+        """Note how long each value is needed, so that names can be reused."""
         for number, op in enumerate(ops):
             self._last.update({item: number for call in op.calls for item in list_reads(call, TENSORS)})
         self._last.update(dict.fromkeys(results, len(ops)))
@@ -71,7 +71,7 @@ class Scope:
         if not call.reduces:
             return self._write_compute(op, function, reads, wanted, indent, call.overwritten, extra)
         if len(op.writes) != 1:
-            note = f"{indent}# TODO: {op.name} reduces inside: its reduce cannot be split off, for it returns more."
+            note = f"{indent}# TODO: {op.name} reduces inside: its reduce cannot be split off, because it returns more."
             return [note, *self._write_compute(op, function, reads, wanted, indent, call.overwritten, extra)]
         args = [quote(op.name), f"collectives.without_reduce({function})", *map(self.names.__getitem__, reads), *extra]
         self._bind(op.writes[0], op.name)
@@ -107,11 +107,11 @@ class Scope:
         return wrap(indent, f"{results} = p.compute" if results else "p.compute", args)
 
     def _is_live(self, item: Any) -> bool:
-        """Return whether a value is read by a later op."""
+        """Return whether a later op reads a value."""
         return self._last.get(item, -1) > self.done or isinstance(item, Shared)
 
     def _bind(self, item: Any, wanted: str) -> None:
-        """Name a value; a name whose value is not read any more is free."""
+        """Name a value. A name whose value is no longer read is free."""
         live = {name for other, name in self.names.items() if self._is_live(other) and other != item} | RESERVED
         wanted = self.kept.get(item, wanted)
         live |= {name for other, name in self.kept.items() if other != item}
@@ -123,7 +123,7 @@ class Scope:
 
 
 def wrap(indent: str, start: str, args: Sequence[str], opening: str = "(", closing: str = ")") -> list[str]:
-    """Return a call as lines that are not too long."""
+    """Return a call as lines of limited length."""
     line = f"{indent}{start}{opening}{', '.join(args)}{closing}"
     if len(line) <= WIDTH:
         return [line]
@@ -131,5 +131,5 @@ def wrap(indent: str, start: str, args: Sequence[str], opening: str = "(", closi
 
 
 def quote(text: str) -> str:
-    """Return a word as a literal."""
+    """Return a word as a string literal."""
     return f'"{text}"'

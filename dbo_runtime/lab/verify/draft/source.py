@@ -23,9 +23,9 @@ class AdapterSource:
     """Writes one adapter.
 
     Args:
-        recording: of the model's forward.
-        folded: the recording with one kind for layers that call the same.
-        name: of the class.
+        recording: the recording of the model's forward.
+        folded: the recording with one kind for layers with the same calls.
+        name: name of the class.
     """
 
     recording: Recording
@@ -44,7 +44,7 @@ class AdapterSource:
         """Return the module's source.
 
         Raises:
-            ProgramError: if something that is called cannot be written.
+            ProgramError: a call cannot be written.
         """
         calls = [*self.folded.before, *self.folded.after, *(call for kind in self.folded.kinds for call in kind.calls)]
         for call in calls:
@@ -113,7 +113,7 @@ class AdapterSource:
         return lines
 
     def _tell_apart(self, number: int) -> str:
-        """Return a condition that only layers of this kind meet among those of the kinds from it on."""
+        """Return a condition that only layers of this kind meet, among the layers of this and later kinds."""
         kinds = self.folded.kinds[number:]
         kind = kinds[0]
         if number == len(self.folded.kinds) - 1:
@@ -173,7 +173,7 @@ class AdapterSource:
         return [*shared, *sorted(kind.takes)]
 
     def _list_extra(self, kind: Kind) -> list[str]:
-        """Return what a layer's calls use that is outside the layer: the decoder, the model."""
+        """Return the objects outside a layer that its calls use: the decoder, the model."""
         items = [item for call in kind.calls for item in list_items((call.target, call.args, call.kwargs))]
         owners = {item.owner for item in items if isinstance(item, Path)}
         return [name for name in ("decoder", "model") if name in owners]
@@ -220,14 +220,14 @@ class {name}:
 
 
 def _compare(expression: str, value: Any) -> str:
-    """Return the condition that an expression has a value."""
+    """Return the condition that an expression has this value."""
     if isinstance(value, bool):
         return expression if value else f"not {expression}"
     return f"{expression} == {value!r}"
 
 
 def _note_unreduced(kind: Kind) -> list[str]:
-    """Return a comment if modules of a layer leave their all-reduce to it, and it called none."""
+    """Return a comment if modules of a layer leave their all-reduce to the layer, but it called none."""
     leaving = [str(call.target) for call in kind.calls if call.leaves_reduce]
     if not leaving or any(call.kind == REDUCE for call in kind.calls):
         return []
