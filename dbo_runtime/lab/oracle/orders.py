@@ -24,9 +24,9 @@ class Orders:
     Ranks that ask for the same get the same: what is found depends on nothing but program, costs and features.
 
     Args:
-        program: of one micro-batch.
-        table: the costs of its ops.
-        predictor: of steps, by these costs.
+        program: ops of one micro-batch.
+        table: costs of the ops.
+        predictor: predicts steps by these costs.
         max_states: states that each search may visit; see `search.find_order`.
         keeps_layers: see `Candidates`.
 

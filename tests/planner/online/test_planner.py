@@ -302,9 +302,14 @@ def test_a_batch_that_was_seen_is_decided_alike_also_after_nothing_was_learnt() 
     planner = open_planner()
     for batch in (PROMPT, DECODES):
         first = planner.choose(batch, AUTO)
-        assert planner.choose(replace(batch), replace(AUTO)) == first
+        second = planner.choose(replace(batch), replace(AUTO))
         planner.memory.apply([({}, Proposal(False, {}))])
-        assert planner.choose(batch, AUTO) == first
+        third = planner.choose(batch, AUTO)
+        assert second == third
+        for one, other in ((first, second),) if isinstance(first, SplitChoice) else ():
+            assert isinstance(other, SplitChoice)
+            assert (one.order, one.cut) == (other.order, other.cut)
+            assert one.prediction.unsplit == pytest.approx(other.prediction.unsplit)
 
 
 @BOTH
