@@ -13,6 +13,24 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
 
+def record_layers(
+    p: ProgramBuilder,
+    decoder: Any,
+    record_layer: Callable[[Any, Value], Value],
+    norm: Callable[[Any, Any], Any],
+    x: Value,
+) -> Value:
+    """Declare all layers of a decoder, and its last norm, which *norm* calls; return the normed hidden states.
+
+    *record_layer* declares one layer: a layer and its input -> its output.
+    """
+    for index, layer in enumerate(decoder.layers):
+        with p.layer(index):
+            x = record_layer(layer, x)
+    hidden: Value = p.compute("final_norm", partial(norm, decoder.norm), x)
+    return hidden
+
+
 def record_block(
     p: ProgramBuilder, name: str, module: Callable[..., Any], collectives: Collectives, *reads: Value
 ) -> Value:

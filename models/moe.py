@@ -85,7 +85,7 @@ class MiniMaxM2Adapter(MoeAdapter):
     """MiniMax-M2, whose experts are in `block_sparse_moe`.
 
     Its attention norms queries and keys across heads, so tensor parallel ranks sum a few bytes per token before they
-    attend. That reduce stays in the op, on the compute lane. It is not registered: none of its steps was compared yet.
+    attend. That reduce stays in the op, on the compute lane.
     """
 
     def __init__(self) -> None:

@@ -3,16 +3,26 @@
 Attention is data parallel and experts are spread over all ranks, as DeepSeek, SGLang and CloudMatrix-Infer serve. Every
 op is a roofline over published rates; nothing is fitted to a step. Run it to write the files anew:
 
-    python tools/derive_scale_cases.py
+    python -m dbo_runtime.lab.whatif.derived.scale_cases
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from derive_decode_cases import HANDOVER, HEAD, HEADS, KERNEL, KV_RANK, MLP, Q_RANK, ROTARY, VALUE, list_layers
-from derived_costs import round_cost, write_files
-
+from dbo_runtime.lab.whatif.derived.decode_cases import (
+    HANDOVER,
+    HEAD,
+    HEADS,
+    KERNEL,
+    KV_RANK,
+    MLP,
+    Q_RANK,
+    ROTARY,
+    VALUE,
+    list_layers,
+)
+from dbo_runtime.lab.whatif.derived.files import round_cost, write_files
 from dbo_runtime.lab.whatif.expert_models import EXPERT_MODELS, ExpertModel
 from dbo_runtime.lab.whatif.fabrics import FABRICS
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
@@ -209,7 +219,7 @@ def derive_table(key: str, chip_key: str, phase: str) -> CostTable:
         f"Given by {chip.source}. {chip.network[phase]}. Assumed: {model.name} in one byte a weight; attention data "
         f"parallel and experts over {RANKS} ranks; experts get tokens evenly; every op a roofline of its weights and "
         "operations; 2 us a kernel, 2 us to hand over between lanes; ops are issued at no cost; the head of the "
-        "vocabulary is outside of ops. Nothing is fitted. tools/derive_scale_cases.py has the arithmetic, "
+        "vocabulary is outside of ops. Nothing is fitted. derived/scale_cases.py has the arithmetic, "
         "docs/scale.md the reasons."
     )
     return CostTable(

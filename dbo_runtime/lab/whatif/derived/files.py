@@ -1,4 +1,4 @@
-"""What the tools that derive published cases share: costs are rounded, and written where the package has them."""
+"""The files of derived costs: numbers are rounded, and files are written where the package has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dbo_runtime.planner.costs.cost_file import save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import OpCost
 
-PUBLISHED = Path(__file__).parents[1] / "dbo_runtime" / "planner" / "whatif" / "published"
+PUBLISHED = Path(__file__).parents[1] / "published"
 
 
 def round_cost(cost: OpCost) -> OpCost:

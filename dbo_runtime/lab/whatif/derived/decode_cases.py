@@ -3,15 +3,14 @@
 Every op is a roofline over what its kernels read and compute, and the network has a start-up and a rate. What is given
 and what is assumed is said with the numbers here, and in `docs/planner.md`. Run it to write the files anew:
 
-    python tools/derive_decode_cases.py
+    python -m dbo_runtime.lab.whatif.derived.decode_cases
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from derived_costs import round_cost, write_files
-
+from dbo_runtime.lab.whatif.derived.files import round_cost, write_files
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
@@ -81,7 +80,7 @@ def list_machines() -> tuple[Machine, ...]:
         "8 experts a token evenly; every op a roofline of its weights and operations; 2 us a kernel, 12 us of keys, so "
         "that running them beside brings about the 1 % of vllm-project/vllm-ascend#1353; 2 us to hand over between "
         "lanes; contention 1.1, and 1.25 and 2 between compute and side; ops are issued as graphs, at no cost; the "
-        "head of the vocabulary is outside of ops. tools/derive_decode_cases.py has the arithmetic, docs/planner.md "
+        "head of the vocabulary is outside of ops. derived/decode_cases.py has the arithmetic, docs/planner.md "
         "the reasons."
     )
     supernode = Machine(
