@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.engine.runtime import Statistics
@@ -24,7 +25,6 @@ from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.calibration import cost_source, measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
 from dbo_runtime.vllm_plugin.calibration.report import Report
@@ -195,7 +195,7 @@ def test_costs_are_prepared_when_vllm_has_warmed_up_and_before_anything_is_split
 ) -> None:
     worker = SimpleNamespace(model_runner=one_rank.runner, compile_or_warm_up_model=lambda: "warm")
     worker_setup._wrap_warm_up(worker)
-    monkeypatch.setattr(forward.decider, "phase", Phase.STARTING)
+    monkeypatch.setattr(forward, "phase", Phase.STARTING)
     seen = []
     monkeypatch.setattr(get_costs(forward), "prepare", lambda config: seen.append((config, forward.phase)))
     assert worker.compile_or_warm_up_model() == "warm"
@@ -416,22 +416,22 @@ def test_ranks_prepare_the_same_orders_or_do_not_plan(two_ranks: Engine, tmp_pat
         two_ranks.llm.collective_rpc(calibrate_few, args=(str(path),))
     finally:
         two_ranks.llm.collective_rpc(forget_costs)
-    limits, digests = zip(*two_ranks.llm.collective_rpc(load_with_own_limits, args=(str(path),)), strict=True)
-    assert limits[0] == limits[1]
+    shapes, digests = zip(*two_ranks.llm.collective_rpc(load_with_own_limits, args=(str(path),)), strict=True)
+    assert shapes[0] == shapes[1]
     assert digests[0] == digests[1] != ""
     first, second = two_ranks.llm.collective_rpc(load_with_own_digest, args=(str(path),))
     assert first == second == "ranks prepared different issue orders. rank 0: orders of 0; rank 1: orders of 1"
 
 
-def load_with_own_limits(worker: Any, path: str) -> tuple[ServingLimits, str]:
-    """Load a file on a rank whose scheduler has limits of its own; return those it plans for, and what it prepared."""
+def load_with_own_limits(worker: Any, path: str) -> tuple[list[Batch], str]:
+    """Load a file on a rank whose scheduler has limits of its own; return the steps it prepares, and their digest."""
     forward = worker.model_runner.get_model().forward
     costs = get_costs(forward)
     own = replace(costs._limits, requests=costs._limits.requests * (1 + costs._group.rank_in_group))
     try:
         with mock.patch.object(costs, "_limits", own):
             costs.load(path)
-        return forward.runtime.planner._limits, forward.runtime.planner.digest
+        return forward.runtime.planner._shapes, forward.runtime.planner.digest
     finally:
         forward.runtime.planner = None
 

@@ -82,7 +82,7 @@ def test_a_split_profile_is_reserved_for_and_its_results_are_not_checked(
         "dbo_runtime.vllm_plugin.step.comparison.describe_difference",
         lambda *_: pytest.fail("what means nothing was compared"),
     )
-    monkeypatch.setattr(reserving.decider, "phase", Phase.STARTING)
+    monkeypatch.setattr(reserving, "phase", Phase.STARTING)
     assert profile_split(one_rank.runner, reserving, GROUP, one_rank.runner.profile_run) == 3 << 20
     assert "vLLM's memory profile includes a split step  reserved=3 MiB" in capfd.readouterr().err
 

@@ -80,7 +80,7 @@ def list_machines() -> tuple[Machine, ...]:
         "8 experts a token evenly; every op a roofline of its weights and operations; 2 us a kernel, 12 us of keys, so "
         "that running them beside brings about the 1 % of vllm-project/vllm-ascend#1353; 2 us to hand over between "
         "lanes; contention 1.1, and 1.25 and 2 between compute and side; ops are issued as graphs, at no cost; the "
-        "head of the vocabulary is outside of ops. derived/decode_cases.py has the arithmetic, docs/planner.md "
+        "head of the vocabulary is outside of ops. tools/derive_decode_cases.py has the arithmetic, docs/planner.md "
         "the reasons."
     )
     supernode = Machine(

@@ -58,7 +58,7 @@ def derive_1589() -> CostTable:
             "DeepSeek-R1 in W8A8; all-reduces at 121.3 GB/s within a host, as in #4894's profile; tokens gathered from "
             "the other host and results scattered to it at 25 GB/s a chip; compute is all the rest, shared out by "
             "operations. Contention 1.41 is fitted to another run, #941, and nothing to this one. "
-            "derived/measured_cases.py has the arithmetic, docs/planner.md the reasons.",
+            "tools/derive_measured_cases.py has the arithmetic, docs/planner.md the reasons.",
             "Ascend 910B",
             "DeepSeek-R1 W8A8",
             {"tensor": 8, "data": 2, "expert": 16, "hosts": 2},
@@ -116,7 +116,7 @@ def derive_44677() -> CostTable:
             "4096 tokens, from a trace. Given: 1110 ms unsplit, of which the GPU is busy for 1086 and all-reduces for "
             "248 (and 1047 ms with its overlap). Assumed: 20 us to start an all-reduce; what is not busy is outside of "
             "ops, split or not; compute is shared out by operations; weights are read at 4.8 TB/s. Contention 1.74 is "
-            "fitted to the published 1047 ms. derived/measured_cases.py has the arithmetic, docs/planner.md the "
+            "fitted to the published 1047 ms. tools/derive_measured_cases.py has the arithmetic, docs/planner.md the "
             "reasons.",
             "NVIDIA H200",
             "Qwen3-32B bf16",
@@ -163,7 +163,7 @@ def derive_56126() -> CostTable:
             "without NVLink, decodes. Given: 67.5 all-reduces and 815 kernels in an unsplit step of 128 decodes, 129 "
             "and 1294 in two micro-batches, which 'does not pay on this box'. Assumed: 2 us a kernel of a captured "
             "graph, weights at 1.6 TB/s, half of the peak in FP8, 52 GB/s between GPUs, 20 us to start an all-reduce; "
-            "contexts are short. Nothing is fitted. derived/measured_cases.py has the arithmetic, docs/planner.md "
+            "contexts are short. Nothing is fitted. tools/derive_measured_cases.py has the arithmetic, docs/planner.md "
             "the reasons.",
             "NVIDIA RTX PRO 6000 Blackwell",
             "Qwen3.6-27B FP8",
@@ -213,7 +213,7 @@ def derive_11329() -> CostTable:
             "610.22 ms without any; its kernels take 2 to 8 of 132 SMs, which is contention 132 / 124 of compute at "
             "most. Assumed: the difference is two all-reduces in each of 80 layers; weights are read at 3.35 TB/s. "
             "Nothing is fitted. "
-            "derived/measured_cases.py has the arithmetic, docs/scale.md the reasons.",
+            "tools/derive_measured_cases.py has the arithmetic, docs/scale.md the reasons.",
             "NVIDIA H100",
             "Llama-3.3-70B bf16",
             {"tensor": 8},

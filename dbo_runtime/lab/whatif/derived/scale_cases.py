@@ -219,7 +219,7 @@ def derive_table(key: str, chip_key: str, phase: str) -> CostTable:
         f"Given by {chip.source}. {chip.network[phase]}. Assumed: {model.name} in one byte a weight; attention data "
         f"parallel and experts over {RANKS} ranks; experts get tokens evenly; every op a roofline of its weights and "
         "operations; 2 us a kernel, 2 us to hand over between lanes; ops are issued at no cost; the head of the "
-        "vocabulary is outside of ops. Nothing is fitted. derived/scale_cases.py has the arithmetic, "
+        "vocabulary is outside of ops. Nothing is fitted. tools/derive_scale_cases.py has the arithmetic, "
         "docs/scale.md the reasons."
     )
     return CostTable(
