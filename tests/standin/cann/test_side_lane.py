@@ -32,8 +32,8 @@ from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.standin.cann.cann import Kernel, StandIn
 from tests.support.latch import GRACE
@@ -216,12 +216,13 @@ def assert_same(outputs: Outputs, expected: Outputs) -> None:
 
 def choose(bench: Bench) -> tuple[SplitChoice, Timeline]:
     """Return how a step runs by a planner that has just measured the ops, and when it would run which."""
-    planner = Planner(bench.program, bench.measure())
+    table = bench.measure()
+    planner = Planner(bench.program, table, shapes=[BATCH])
     choice = planner.choose(BATCH, RuntimeConfig(micro_batches=2, margin=MARGIN, side="auto"))
     assert isinstance(choice, SplitChoice), choice
     assert choice.prediction.micro_batches == len(bench.decoder.current.parts)
     validate(choice.order.schedule)
-    return choice, planner.draw_timeline(choice.order.schedule, measure_slices(BATCH, choice.slices))
+    return choice, Predictor(bench.program, table).simulate(choice.order.schedule, choice.cut.features)
 
 
 # Decodes read all weights for however few tokens, so halves take as long as all of it, and cutting does not pay; where
