@@ -24,8 +24,6 @@ ENTRY = re.compile(rf"    [*\w]+(?:, [*\w]+)*: (?:{BEGINNINGS})\b")
 
 # Most entries of a room that may begin so: a number may only go down. Rooms that are not listed have none.
 MOST_ENTRIES = {
-    "dbo_runtime": 2,  # __main__.py
-    "dbo_runtime/planner/online": 49,
     "dbo_runtime/vllm_plugin/step": 25,
 }
 
