@@ -191,7 +191,8 @@ class Planner:
         # The tokens of one micro-batch are context for the next, so a cut turns pairs into context pairs.
         cheaper = max(self._density.pair - self._density.context_pair, 0.0)
         hidden += cheaper * tokens**2 / 2
-        paid = sum(count * cost.fixed for cost, count in costs if isinstance(cost, ComputeCost))  # others may be hidden
+        # Fixed costs of communication are left out, because they may be hidden.
+        paid = sum(count * cost.fixed for cost, count in costs if isinstance(cost, ComputeCost))
         paid += self.table.host.split - self.table.host.unsplit
         if hidden >= paid:
             return None

@@ -9,10 +9,10 @@ import torch
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.errors import SplitError
 
-# Largest difference of a token, relative to the largest token, by type: rounding in other shapes gives as much.
+# Largest allowed difference of a token, relative to the largest token, by type: rounding in other shapes gives as much.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # With such coarse types, rounding now and then routes a token to other experts, even if the same micro-batches are
-# only reduced over ranks in another order. The share of tokens that may be rerouted, and their largest difference.
+# only reduced over ranks in another order. These are the allowed share of such tokens, and their largest difference.
 REROUTED_SHARE, REROUTED_TOLERANCE = 0.02, 0.5
 
 UNSPLIT, PIECES = "unsplit", "one after the other"

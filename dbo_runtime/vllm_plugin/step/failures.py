@@ -47,7 +47,7 @@ def call_adapter(adapter: Any, call: Callable[[], Result]) -> Result | Decline:
         return error.decline
     except Exception as error:  # noqa: BLE001 - whatever an adapter's code raises, the model is served unsplit
         cause = error.__cause__ if isinstance(error, ProgramError) and error.__cause__ is not None else error
-        where = "" if isinstance(cause, DboError) else f", at {_locate(adapter, cause)}"  # our own say where
+        where = "" if isinstance(cause, DboError) else f", at {_locate(adapter, cause)}"  # our errors say where
         return Decline(FAILED, f"{name_adapter(adapter)}: {describe_error(cause)}{where}; vLLM {get_version()}")
 
 
