@@ -1,4 +1,4 @@
-"""`dbo COMMAND`, or `python -m dbo_runtime COMMAND`: one module per command, imported when the command is called."""
+"""`dbo COMMAND`, or `python -m dbo_runtime COMMAND`. Each command has a module, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol, cast
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.outside_files import make_printable
 
-FAILED = 2  # what argparse exits with, too
-SCRIPT = "dbo"  # what pip installs
+FAILED = 2  # exit status, the same as argparse's
+SCRIPT = "dbo"  # name of the script that pip installs
 
 
 class CommandModule(Protocol):
-    """What the module of a command has."""
+    """The interface of a command's module."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the arguments of the command."""
@@ -33,11 +33,11 @@ class Command(NamedTuple):
     """A command of the command line.
 
     Attributes:
-        module: the name of its module, a CommandModule.
-        summary: what it does.
-        needs: a package that must be installed.
-        extra: of this package that installs it, if it is not called the same.
-        passes_on: whether it takes arguments that it does not know, as `arguments.passed_on`.
+        module: name of its module, a CommandModule.
+        summary: phrase that says what it does.
+        needs: package that must be installed.
+        extra: extra of dbo-runtime that installs *needs*; None if it has the same name.
+        passes_on: whether it accepts arguments that it does not know, as `arguments.passed_on`.
     """
 
     module: str
@@ -87,7 +87,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command that *words* name, those of the command line if None; return the exit status."""
+    """Run the command that *words* name; return its exit status. None means the words of the command line."""
     words = sys.argv[1:] if words is None else words
     if not words or words[0] not in COMMANDS:
         parser, _ = _make_parsers()
@@ -101,7 +101,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _make_parsers() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
-    """Return the parser of all, and that of each command, which has no arguments yet."""
+    """Return the main parser, and the parser of each command, still without arguments."""
     parser = ArgumentParser(
         prog=_name_program(),
         description="Dual-batch overlap for LLM serving.",

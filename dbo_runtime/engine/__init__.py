@@ -1,1 +1,1 @@
-"""Plans of steps, and what runs them on a device."""
+"""Plans of steps, and the executors that run them on a device."""

@@ -1,12 +1,12 @@
 """Expert-parallel dispatch and combine over torch.distributed: send tokens to their experts, and results back.
 
-Two dispatchers share one interface. `AllGather` sends every token to every rank; the sizes are known beforehand, so the
-host never waits for the device. `AllToAll` sends a token only to ranks that hold one of its experts; the sizes depend
-on the routing, so ranks exchange them first and the host has to read them, as with DeepEP's high-throughput kernels. An
-all-to-all padded to the maximum would need no sizes either, but the maximum is all tokens of a rank, so it would move
-as much as `AllGather`.
+Two dispatchers share one interface. `AllGather` sends every token to every rank. The sizes are known beforehand, so the
+host never waits for the device. `AllToAll` sends a token only to ranks that hold one of its experts. The sizes depend
+on the routing. So ranks exchange them first, and the host has to read them, as with DeepEP's high-throughput kernels.
+An all-to-all padded to the maximum would need no sizes either. But the maximum is all tokens of a rank, so it would
+move as much as `AllGather`.
 
-All state between dispatch and combine is in the `CombineHandle`, so any number of micro-batches may be in flight.
+The `CombineHandle` holds all state between dispatch and combine, so any number of micro-batches may be in flight.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class QuantizedTokens(NamedTuple):
-    """Tokens in a type of fewer bytes, which experts with quantized weights take.
+    """Tokens in a smaller data type, for experts with quantized weights.
 
     Attributes:
-        x: their integers [tokens, hidden].
-        scales: what each token's are multiplied by [tokens], in fp32.
+        x: integers of the tokens [tokens, hidden].
+        scales: factor of each token's integers, in fp32 [tokens].
     """
 
     x: torch.Tensor
@@ -36,15 +36,16 @@ class QuantizedTokens(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where the tokens of one micro-batch of this rank go.
+    """Where the tokens of this rank go, for one micro-batch.
 
     Attributes:
-        weights: of each token's experts [tokens, top_k].
+        weights: weights of each token's experts [tokens, top_k].
         ids: global numbers of each token's experts [tokens, top_k].
-        sizes: tokens of every rank in this micro-batch, including this rank [ranks].
-        counts: rows this rank sends to every rank and receives from it [2, ranks]; None before they are exchanged.
+        sizes: number of tokens of every rank in this micro-batch, including this rank [ranks].
+        counts: number of rows that this rank sends to every rank, and receives from it [2, ranks]; None before ranks
+            have exchanged sizes.
         chosen: whether each token goes to each rank [tokens, ranks]; None if every token goes to every rank.
-        quantized: what is sent instead of the tokens; None: they are sent as they are.
+        quantized: quantized tokens to send in place of the tokens; None to send the tokens themselves.
     """
 
     weights: torch.Tensor
@@ -60,8 +61,8 @@ class DispatchedTokens(NamedTuple):
 
     Attributes:
         x: the tokens [received, hidden].
-        weights, ids: of their experts, including those on other ranks [received, top_k].
-        scales: of each token, if they were quantized before they were sent [received].
+        weights, ids: weights and numbers of the tokens' experts, including experts on other ranks [received, top_k].
+        scales: factor of each token [received]; None unless the tokens were quantized before they were sent.
     """
 
     x: torch.Tensor
@@ -71,12 +72,12 @@ class DispatchedTokens(NamedTuple):
 
 
 class CombineHandle(NamedTuple):
-    """How `combine` returns results. The tokens received may be freed before.
+    """The state that `combine` needs to return results. It does not need the received tokens: they may be freed first.
 
     Attributes:
-        sent, received: rows to and from every rank [ranks].
+        sent, received: number of rows sent to every rank, and received from it [ranks].
         tokens: number of tokens of this rank in the micro-batch.
-        rows: the token of each row sent [sum of sent], or None if every token went to every rank.
+        rows: number of the token of each row sent [sum of sent]; None if every token went to every rank.
     """
 
     sent: tuple[int, ...]
@@ -90,16 +91,18 @@ class Dispatcher(Protocol):
 
     @property
     def exchanges_sizes(self) -> bool:
-        """Whether ranks exchange sizes before `dispatch`, which then waits for them."""
+        """Whether ranks exchange sizes before `dispatch`. If so, `dispatch` waits for the sizes."""
 
     def choose_ranks(self, routing: Routing) -> Routing:
         """Compute which token goes to which rank, without communication."""
 
     def exchange_sizes(self, routing: Routing) -> Routing:
-        """Exchange how many rows each rank receives. Collective. `dispatch` does it if it has not been done."""
+        """Exchange how many rows each rank receives. Collective. `dispatch` calls it if nobody has called it before."""
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
-        """Send the tokens *x* [tokens, hidden] to their experts' ranks, quantized if *routing* has them so. Collective.
+        """Send the tokens *x* [tokens, hidden] to the ranks of their experts. Collective.
+
+        If *routing* has quantized tokens, these are sent in place of *x*.
 
         Raises:
             SplitError: if *x* does not have the number of tokens that the other ranks expect.
@@ -110,7 +113,7 @@ class Dispatcher(Protocol):
 
 
 class AllGather:
-    """Sends every token to every rank, and back by a reduce-scatter: `allgather_reducescatter` in vLLM.
+    """Sends every token to every rank, and returns results by a reduce-scatter: `allgather_reducescatter` in vLLM.
 
     Args:
         group: the communicator. It must be used by one lane only.
@@ -124,15 +127,15 @@ class AllGather:
         self._rank = dist.get_rank(group)
 
     def choose_ranks(self, routing: Routing) -> Routing:
-        """Return *routing*: every token goes everywhere."""
+        """Return *routing* unchanged: every token goes to every rank."""
         return routing
 
     def exchange_sizes(self, routing: Routing) -> Routing:
-        """Return *routing*: all sizes are known."""
+        """Return *routing* unchanged: all sizes are known."""
         return routing
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
-        """Gather the tokens of all ranks, and with them their routing."""
+        """Gather the tokens of all ranks, and their routing."""
         _check_size(x, routing, self._rank)
         tokens = _send(x, routing, lambda rows: gather_rows(rows, routing.sizes, self._group))
         return tokens, CombineHandle((x.shape[0],) * self._ranks, routing.sizes, x.shape[0])
@@ -143,7 +146,7 @@ class AllGather:
 
 
 class AllToAll:
-    """Sends each token to the ranks that hold one of its experts, and only their results back.
+    """Sends each token only to the ranks that hold one of its experts, and returns only their results.
 
     Args:
         group: the communicator. It must be used by one lane only.
@@ -159,20 +162,20 @@ class AllToAll:
         self._owners = owners
 
     def choose_ranks(self, routing: Routing) -> Routing:
-        """Mark the ranks that each token goes to, once for all of its experts on a rank."""
+        """Mark the ranks that each token goes to. A token goes to a rank only once, even for several experts."""
         chosen = torch.zeros((routing.ids.shape[0], self._ranks), dtype=torch.bool, device=routing.ids.device)
         chosen.scatter_(1, self._owners[routing.ids.long()], True)
         return routing._replace(chosen=chosen)
 
     def exchange_sizes(self, routing: Routing) -> Routing:
-        """Exchange how many rows go from every rank to every other."""
+        """Exchange how many rows every rank sends to every other."""
         sent = _require(routing.chosen).sum(dim=0)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return routing._replace(counts=torch.stack([sent, received]))
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
-        """Send each token's row to every rank marked for it; wait for the sizes first."""
+        """Wait for the sizes; then send each token's row to every rank marked for it."""
         _check_size(x, routing, self._rank)
         if routing.counts is None:
             routing = self.exchange_sizes(routing)
@@ -192,21 +195,21 @@ class AllToAll:
 
 
 def count_chunk(tokens: int, ranks: int) -> int:
-    """Return how many of *tokens* each rank's chunk has, padding of the last ones included, as vLLM has it."""
+    """Return the number of tokens in each rank's chunk if *tokens* are padded to equal chunks, as in vLLM."""
     return -(-tokens // ranks)
 
 
 def pad_chunks(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return *x* [tokens, ...] with zeros after it, so that all chunks are equal [ranks * chunk, ...]."""
+    """Return *x* [tokens, ...] padded with zeros at its end to equal chunks [ranks * chunk, ...]."""
     padding = count_chunk(x.shape[0], ranks) * ranks - x.shape[0]
     if not padding:
         return x
-    kept = (0, 0) * (x.dim() - 1)  # of the other dimensions, the last of which comes first
+    kept = (0, 0) * (x.dim() - 1)  # no padding in the other dimensions; torch takes the last dimension first
     return torch.nn.functional.pad(x, (*kept, 0, padding))
 
 
 def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the rows of all ranks [sum of sizes, ...] in rank order; *x* has this rank's. Collective."""
+    """Return the rows of all ranks in rank order [sum of sizes, ...]; *x* are the rows of this rank. Collective."""
     ranks = len(sizes)
     if len(set(sizes)) == 1:
         gathered = x.new_empty((ranks * sizes[0], *x.shape[1:]))
@@ -219,9 +222,12 @@ def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup)
 def reduce_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Sum *x* [sum of sizes, ...] over the ranks and return this rank's rows. Collective.
 
-    It is an all-to-all and a sum: it moves as many bytes as a reduce-scatter, supports any sizes on any backend, sums
-    in rank order for any sizes (on the CPU and up to four ranks; beyond, torch's `sum` picks an order by the shape),
-    and with gloo on two ranks took a third of the time (1.1 against 3.3 ms for [2000, 256] in fp32, 2026-11-20).
+    It is an all-to-all and a sum, not a reduce-scatter, for three reasons:
+
+    - It moves as many bytes, and supports any sizes on any backend.
+    - It sums in rank order for any sizes, if it runs on the CPU and on up to four ranks. Beyond that, torch's `sum`
+      picks an order by the shape.
+    - With gloo on two ranks it took a third of the time: 1.1 against 3.3 ms for [2000, 256] in fp32 (2026-11-20).
     """
     own = sizes[dist.get_rank(group)]
     parts = exchange_rows(x, sizes, (own,) * len(sizes), group)
@@ -231,14 +237,14 @@ def reduce_rows(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup)
 def exchange_rows(
     x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send *sent[r]* rows of *x* to rank r; return the *received[r]* rows from each, in rank order. Collective."""
+    """Send *sent[r]* rows of *x* to each rank r; return *received[r]* rows from each, in rank order. Collective."""
     result = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=group)
     return result
 
 
 def _send(x: torch.Tensor, routing: Routing, send: Callable[[torch.Tensor], torch.Tensor]) -> DispatchedTokens:
-    """Send tokens; their weights, ids and scales as one tensor of bits: even a small collective costs its latency."""
+    """Send tokens. Their weights, ids and scales go as one tensor of bits, as even a small collective costs latency."""
     weights, ids, quantized = routing.weights, routing.ids, routing.quantized
     columns = [weights.float().view(torch.int32), ids.int()]
     if quantized is not None:

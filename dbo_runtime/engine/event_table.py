@@ -7,10 +7,9 @@ from dbo_runtime.ir.schedule import Instruction
 
 
 class EventTable:
-    """(layer, micro-batch, op) -> device event.
+    """Device events by layer, micro-batch and op.
 
-    Events are made once and shared by all schedules of a runtime, because making one per instruction costs more than
-    using it.
+    Each event is made once, and all schedules of a runtime share it, because making an event costs more than using it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -21,7 +20,7 @@ class EventTable:
         return len(self._events)
 
     def get(self, instruction: Instruction) -> Event:
-        """Return the event of an instruction's op; make it at first use."""
+        """Return the event of an instruction's op; make it on first use."""
         key = instruction.op.layer, instruction.issue.micro_batch, instruction.op.name
         if key not in self._events:
             self._events[key] = self._device.make_event()

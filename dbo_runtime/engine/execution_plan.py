@@ -1,4 +1,4 @@
-"""How a step is run on this rank: its micro-batches, and what runs them."""
+"""How this rank runs a step: its micro-batches, and the executor that runs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dbo_runtime.batch import BatchSlice
 from dbo_runtime.engine.executor import Executor
 
 Mode = Literal["split", "unsplit", "concurrent"]
-"""How a step ran: in micro-batches; by the model's own forward; or as one batch with concurrent ops on `side`."""
+"""How a step ran: in micro-batches, by the model's own forward, or as one batch with concurrent ops on `side`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,10 @@ class ExecutionPlan:
     """How to run one batch.
 
     Attributes:
-        slices: one a micro-batch.
+        slices: slice of the batch for each micro-batch.
         executor: runs the plan's schedule.
         expected: predicted seconds of the step; None without a prediction.
-        trial_class: class of the step, if its time is compared with that of unsplit ones; see `AbTrials`.
+        trial_class: class of the step in A/B trials (see `AbTrials`); None if its time is not compared.
     """
 
     slices: tuple[BatchSlice, ...]
@@ -31,15 +31,15 @@ class ExecutionPlan:
 
     @property
     def digest(self) -> str:
-        """Names the schedule."""
+        """Hash of the schedule."""
         return self.executor.digest
 
     @property
     def mode(self) -> Mode:
-        """How a step runs by this plan."""
+        """How this plan runs a step."""
         return "split" if len(self.slices) > 1 else "concurrent"
 
     @property
     def cuts(self) -> list[int]:
-        """The token offsets at which the batch is cut."""
+        """Token offsets at which the batch is cut."""
         return [piece.first_token for piece in self.slices[1:]]

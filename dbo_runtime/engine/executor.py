@@ -1,4 +1,4 @@
-"""Issue a schedule onto a device, instruction by instruction; and the sequential loop, which is the reference."""
+"""Issue a schedule onto a device, instruction by instruction. The sequential loop is the reference for its results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Outputs = list[tuple[Any, ...]]
 
 
 def no_context(micro_batch: int) -> None:
-    """Enter a micro-batch that has no context of its own."""
+    """Do nothing: the micro-batch has no context of its own to enter."""
 
 
 def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = no_context) -> Outputs:
-    """Run one micro-batch after the other, op after op, without a device: every schedule must return the same."""
+    """Run one micro-batch after another, op by op, without a device. Every schedule must return the same outputs."""
     outputs = []
     for micro_batch, (program, given) in enumerate(zip(programs, inputs, strict=True)):
         enter(micro_batch)
@@ -43,11 +43,12 @@ def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = n
 class Executor:
     """Runs one schedule, any number of times.
 
-    Values are resolved to list indices and ops to tasks once, so that the loop does no look-ups by name.
+    It resolves values to list indices, and ops to tasks, only once. So the loop does no look-ups by name.
 
     Attributes:
-        is_serial: whether all ops run on one lane, one after the other.
-        check_context: called with the name of what is read from the forward context; None if nobody watches.
+        is_serial: whether all ops run on one lane, one after another.
+        check_context: called with the name of each attribute that is read from the forward context; None if reads are
+            not checked.
     """
 
     is_serial = False
@@ -83,12 +84,12 @@ class Executor:
 
     @cached_property
     def digest(self) -> str:
-        """Names the schedule; ranks compare it."""
+        """Hash of the schedule. Ranks compare it."""
         return digest(self.schedule)
 
     @cached_property
     def range_names(self) -> list[str]:
-        """The name of each instruction's range in profilers, in issue order; made when a run first has ranges."""
+        """Name of each instruction's range in profilers, in issue order; made for the first run with ranges."""
         return name_ops(self.schedule)
 
     def run(
@@ -101,16 +102,17 @@ class Executor:
         """Issue all instructions and return each micro-batch's outputs.
 
         Args:
-            inputs: for each micro-batch, its program's inputs in order.
-            enter: called on the issuing thread before an op whenever the micro-batch changes; only `compute` ops may
-                rely on what it sets.
-            instrument: receives each op's interval.
-            open_range: opens a range around each op, on the thread that runs or issues it; `Device.find_ranges`.
+            inputs: inputs of each micro-batch's program, in order.
+            enter: called with the number of the micro-batch, on the issuing thread, before an op of another micro-batch
+                than the last. Only `compute` ops may rely on the context that it sets.
+            instrument: receives the interval of each op.
+            open_range: opens a range around each op, on the thread that runs or issues the op; see
+                `Device.find_ranges`.
 
         Raises:
             DeviceError: if the device captures a graph and an op waits for the device.
-            What an op raises, of its own type, with op, micro-batch and line of declaration added as a note. No task
-            runs any more by then, and the executor can be used again.
+            Exception: the error of an op, unchanged in type. A note says which op it was, of which micro-batch, and the
+                line that declared it. No task runs any more by then, and the executor can be used again.
         """
         if self._blocking is not None and self._device.is_capturing:
             raise DeviceError(
@@ -167,11 +169,12 @@ class Executor:
 
 
 class BoundOp:
-    """An op bound to the slots of a run's values: a task of a device.
+    """An op bound to the slots of a run's values: a task for a device.
 
     Attributes:
-        instruction: that it is of.
-        reads, writes, frees: the slots that the op reads and writes, and those that are freed before it runs.
+        instruction: instruction that issues the op.
+        reads, writes, frees: numbers of the slots that the op reads, of those it writes, and of those to free before it
+            runs.
     """
 
     __slots__ = ("_fn", "_single", "frees", "instruction", "reads", "writes")
@@ -185,7 +188,7 @@ class BoundOp:
         self._single = writes[0] if len(writes) == 1 else None
 
     def __call__(self, values: Values) -> None:
-        """Free what is freed by now, and run the op."""
+        """Free the values in *frees*, which nothing reads any more, and run the op."""
         for slot in self.frees:
             values[slot] = None
         self.run(values)
@@ -208,7 +211,7 @@ class BoundOp:
 
 
 class RangedTask(BoundOp):
-    """An op that runs in a range of the profilers that are on."""
+    """An op that runs inside a range, which profilers show."""
 
     __slots__ = ("_name", "_open_range")
 
@@ -224,9 +227,10 @@ class RangedTask(BoundOp):
 
 
 def unpack(result: Any, count: int) -> Sequence[Any]:
-    """Return the *count* values of an op's result: one is the result itself, and none leave it aside.
+    """Return the *count* values of an op's result.
 
-    Where there are several, they come as a tuple or a list: a tensor's rows are not several values.
+    One value is the result itself. With no values, the result is ignored. Several values have to be a tuple or a list:
+    the rows of a tensor are not several values.
 
     Raises:
         ProgramError: if the op returned another number of values.
@@ -241,11 +245,11 @@ def unpack(result: Any, count: int) -> Sequence[Any]:
 
 
 def describe(instruction: Instruction) -> str:
-    """Return what an error says of the op that raised it."""
+    """Return the text by which an error names the op that raised it."""
     return describe_op(instruction.op, instruction.issue.micro_batch)
 
 
 def describe_op(op: Op, micro_batch: int) -> str:
-    """Return which op of which micro-batch, and where it was declared."""
+    """Return a text that says which op it is, of which micro-batch, and where it was declared."""
     layer = "outside any layer" if op.layer is None else f"layer {op.layer}"
     return f"op {op.name!r}, {layer}, micro-batch {micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"

@@ -1,4 +1,4 @@
-"""The executors of a runtime: each schedule is proven safe and turned into one when it is first asked for."""
+"""The executors of a runtime. A schedule is proven safe, and its executor made, when it is first asked for."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dbo_runtime.setting_values import name_policy
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-MAX_PLANS = 64  # executors that are kept: those made last
+MAX_PLANS = 64  # number of executors that are kept: the latest
 
 MakeExecutor: TypeAlias = Callable[[Schedule, Device, EventTable], Executor]
 
 
 class ExecutorCache:
-    """Makes executors, and keeps those made last.
+    """Makes executors, and keeps the latest.
 
     Args:
-        device: runs them.
-        log: gets a line for each new one.
+        device: runs the executors.
+        log: gets a line for each new executor.
         ranks: number of ranks that run the same schedules, with collectives among them.
         events: event table of all executors.
         make: makes an executor.
@@ -57,11 +57,11 @@ class ExecutorCache:
 
     @property
     def size_and_capacity(self) -> tuple[int, int]:
-        """How many executors there are, and how many there may be."""
+        """Number of executors, and the most that are kept."""
         return len(self._executors), self._executors.max_size
 
     def forget_orders(self) -> None:
-        """Forget which order has which schedule: by other costs, an order of the same name may be another."""
+        """Forget which order has which schedule. With other costs, the same name may mean another order."""
         self._known.clear()
 
     def clear(self) -> None:
@@ -70,7 +70,7 @@ class ExecutorCache:
         self._executors.clear()
 
     def get_by_policy(self, program: Program, micro_batches: int, policy: tuple[str, int]) -> Executor:
-        """Return the executor of a policy's schedule, for equal micro-batches; make it if it is new.
+        """Return the executor of a policy's schedule for micro-batches of one program; make it if it is new.
 
         Raises:
             ScheduleError: if the schedule is not safe.
@@ -84,7 +84,7 @@ class ExecutorCache:
         return executor
 
     def get_by_name(self, name: str, micro_batches: int, schedule: Schedule) -> Executor:
-        """Return the executor of the schedule of a planner's order, by the order's name; make it if it is new.
+        """Return the executor of *schedule*, which belongs to the planner's order *name*; make it if it is new.
 
         Raises:
             ScheduleError: if the schedule is not safe.
@@ -116,9 +116,9 @@ class ExecutorCache:
 
 
 def make_sanitized(schedule: Schedule, device: Device, events: EventTable) -> Executor:
-    """Make an executor that watches all that its ops do (`DBO_CHECK=races`).
+    """Make an executor that checks every access of its ops to memory (`DBO_CHECK=races`).
 
-    It is part of the laboratory, which no server imports until it is asked for.
+    It is part of the laboratory, so it is imported only when it is asked for.
     """
     sanitizer = import_module("dbo_runtime.lab.sanitizer.executor")
     return cast("Executor", sanitizer.SanitizedExecutor(schedule, device, events))

@@ -1,4 +1,4 @@
-"""Issues a schedule by a function that is generated for it: what serving runs; the plain loop is what it must equal."""
+"""Issue a schedule by a function generated for it. Serving runs it; it must do the same as the plain loop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import OpenRange
 
-MAX_SHOWN_SOURCES = 16  # sources that tracebacks can show: those of the last schedules that failed
+MAX_SHOWN_SOURCES = 16  # number of sources that tracebacks can show: those of the last schedules that failed
 
 
 class GeneratedExecutor(Executor):
-    """Runs one schedule, any number of times, by a function that has one line for each thing the host does.
+    """Runs one schedule, any number of times, by a function with one line for each action of the host.
 
-    The function is generated here, which takes some 20 us an instruction. Runs with an instrument or ranges
-    go through the plain loop, so that the function is the same whether or not a profiler is on.
+    The function is generated when the executor is made, which takes some 20 us per instruction. Runs with an instrument
+    or ranges go through the plain loop. So the function is the same whether or not a profiler is on.
     """
 
     def __init__(self, schedule: Schedule, device: Device, events: EventTable) -> None:
@@ -30,7 +30,7 @@ class GeneratedExecutor(Executor):
         self._function = self._compile_function(self.write_source())
 
     def write_source(self) -> Source:
-        """Return the source of the function, generated anew."""
+        """Generate the source of the function, and return it."""
         issuing = {name: _get_issuing(lane) for name, lane in self._lanes.items()}
         return write_source(self.schedule, issuing)
 
@@ -51,11 +51,11 @@ class GeneratedExecutor(Executor):
             namespace[f"task_{number}"] = task
             namespace[f"event_{number}"] = event
         exec(compile(source.text, source.file, "exec"), namespace)
-        function: Callable[[Values, Enter], None] = namespace.pop(FUNCTION)  # out of its own globals: no cycle
+        function: Callable[[Values, Enter], None] = namespace.pop(FUNCTION)  # not in its own globals: no cycle
         return function
 
     def _explain(self, error: BaseException) -> None:
-        """Say which op raised an error, if one did where it was called, and let tracebacks show the line."""
+        """Add a note to an error that says which op raised it, if one did, and let tracebacks show the source line."""
         source = self.write_source()
         earlier = [name for name in linecache.cache if name.startswith(FILE_PREFIX)]
         for name in earlier[: 1 - MAX_SHOWN_SOURCES]:

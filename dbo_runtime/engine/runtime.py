@@ -36,10 +36,10 @@ NOTHING_TO_HIDE = {
     "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
     "one host": "all ranks are on one host, where communication takes the cores that compute",
 }
-"""Transports whose communication is not worth overlapping, and why."""
+"""Transports whose communication is not worth overlapping, each with the reason."""
 
 SharedSplit: TypeAlias = "SplitChoice | Cut"
-"""A split that data parallel ranks share: chosen by costs, or only a cut without them."""
+"""A split that data parallel ranks share: a `SplitChoice` with costs, or only a `Cut` without."""
 
 HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transport, why in NOTHING_TO_HIDE.items()}
 
@@ -48,7 +48,7 @@ OFF = Decline("DBO_MODE is off")
 
 @dataclass(slots=True)
 class Statistics:
-    """Counts of steps by mode; *concurrent* steps are not split, but have ops on `side`."""
+    """Counts of steps by mode. Steps counted as *concurrent* are not split, but have ops on `side`."""
 
     split: int = 0
     concurrent: int = 0
@@ -69,14 +69,14 @@ class MicroBatchRuntime:
     """Plans batches and runs them in overlapped micro-batches.
 
     Args:
-        program: the ops of one micro-batch; the same for each, except that ops on `side` are included only where the
-            settings or costs ask for them.
-        device: where they run.
-        config: the settings; may be replaced between steps, on all ranks alike.
-        log: for each new plan and the first decline of each reason, never for a step.
-        ranks: how many ranks run the same plans, with collectives among them.
-        keeps_layers: whether no micro-batch may attend in a layer before all have in the one before it; orders of the
-            policies `optimal` and `alternate` then do that.
+        program: ops of one micro-batch. All micro-batches have the same. Its `side` ops run on `side` only where the
+            settings or costs ask for it.
+        device: runs the ops.
+        config: settings; may be replaced between steps, on all ranks alike.
+        log: gets a line for each new plan and for the first decline of each reason, but none for each step.
+        ranks: number of ranks that run the same plans, with collectives among them.
+        keeps_layers: whether no micro-batch may attend in a layer before all have attended in the one before it. Orders
+            of the policies `optimal` and `alternate` then keep to that.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MicroBatchRuntime:
 
     @property
     def planner(self) -> Planner | None:
-        """The planner by costs; None without costs."""
+        """The planner, which decides by costs; None without costs."""
         return self._planner
 
     @planner.setter
@@ -112,23 +112,23 @@ class MicroBatchRuntime:
 
     @property
     def forces_side(self) -> bool:
-        """Whether ops are on `side` in every step, also in those that are not split."""
+        """Whether the settings put ops on `side` in every step, also in steps that are not split."""
         return self.config.side == "on" and self.config.mode != "off" and SIDE in self.program.lanes
 
     @property
     def _cache(self) -> ExecutorCache:
-        """The executors that the settings ask for."""
+        """The cache of the executors that the settings ask for."""
         return self._sanitized if self.config.check is Check.RACES else self._executors
 
     @property
     def _thresholds(self) -> Thresholds:
-        """What `auto` asks of a step without costs: by default what vllm-ascend #941 did."""
+        """What `auto` requires of a step when there are no costs. The defaults are those of vllm-ascend #941."""
         if self.config.mode != "auto":
             return Thresholds()
         return Thresholds(self.config.min_tokens, self.config.min_prefill_tokens, MIN_SHARE)
 
     def describe_caches(self) -> dict[str, tuple[int, int]]:
-        """Return how many entries each cache of plans has, and how many it may have."""
+        """Return the number of entries of each cache of plans, and the most that it keeps."""
         planned = {} if self._planner is None else self._planner.memory.sizes_and_capacities
         most = 2 * len(self.program.ops) * MAX_MICRO_BATCHES
         return {
@@ -139,10 +139,10 @@ class MicroBatchRuntime:
         }
 
     def prepare(self, config: RuntimeConfig) -> None:
-        """Obey *config* from the next step on, and do before that what would take long in a step.
+        """Obey *config* from the next step on, and do now what would take long inside a step.
 
-        With a planner, all orders that it may choose are found, proven and made into executors: seconds. Ranks do so
-        together, and each of them raises the same errors.
+        With a planner, all orders that it may choose are found and proven safe, and their executors made. This takes
+        seconds. All ranks do it together, and all raise the same errors.
 
         Raises:
             ScheduleError: if an order is not safe.
@@ -156,7 +156,8 @@ class MicroBatchRuntime:
     def check_transport(self, transport: str) -> Decline | None:
         """Decline every step if there is no communication to hide; `auto` only.
 
-        On one host communication may be worth hiding if it was measured, and concurrent compute lanes need none.
+        A planner changes that where all ranks are on one host: its costs say whether communication is worth hiding. And
+        concurrent compute lanes pay without any communication.
         """
         if self.config.mode != "auto" or transport not in NOTHING_TO_HIDE:
             return None
@@ -165,7 +166,7 @@ class MicroBatchRuntime:
         return HIDES_NOTHING[transport]
 
     def decline_early(self, tokens: int) -> Decline | None:
-        """Decline a step of *tokens* tokens that is not split whatever its requests are, before they are read."""
+        """Decline a step of *tokens* tokens before its requests are read, if no requests would get it split."""
         if self.config.mode == "off":
             return OFF
         if self._planner is None:
@@ -173,11 +174,11 @@ class MicroBatchRuntime:
         return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
 
     def decline_decodes(self) -> Decline | None:
-        """Decline a step of decodes only, before they are read; without costs."""
+        """Decline a step of decodes only, before its requests are read. With costs, the planner decides later."""
         return None if self._planner is not None else self._thresholds.check_prefill(0)
 
     def check_balance(self, share: float) -> Decline | None:
-        """Decline a cut whose smallest micro-batch has only *share* of an even one's work; `auto` only."""
+        """Decline a cut whose smallest micro-batch has too small a *share* of the work of an even one; `auto` only."""
         if share >= self._thresholds.share:
             return None
         return Decline("no balanced cut", f"the smallest micro-batch would have {share:.0%} of an even one's work")
@@ -185,11 +186,12 @@ class MicroBatchRuntime:
     def plan(
         self, batch: Batch, cuts: Sequence[int] | None = None, shared: SharedSplit | None = None
     ) -> ExecutionPlan | Decline:
-        """Decide how to run *batch*; with *cuts* (token offsets), split just there whatever the settings say.
+        """Decide how to run *batch*.
 
-        Cuts that belong to *shared* are those that other ranks rely on; see `slice_batch`.
+        With *cuts* (token offsets), split exactly there, whatever the settings say. If *shared* is given, other ranks
+        rely on these cuts; see `slice_batch`.
 
-        A decline is only returned; a caller that acts on it counts it with `decline`.
+        A decline is only returned. A caller that acts on it counts it with `decline`.
 
         Raises:
             SplitError: if *cuts* are given and impossible.
@@ -205,7 +207,7 @@ class MicroBatchRuntime:
         return choice if isinstance(choice, Decline) else self._bind(choice.slices, choice)
 
     def plan_data_parallel(self, tokens: Sequence[int]) -> SharedSplit | Decline:
-        """Decide for all data parallel ranks: a pure function of *tokens* of each [ranks]."""
+        """Decide for all data parallel ranks, from nothing but the number of *tokens* of each [ranks]."""
         if self.config.mode == "off":
             return OFF
         if self._planner is not None:
@@ -216,13 +218,13 @@ class MicroBatchRuntime:
     def run(
         self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = no_context, instrument: Instrument | None = None
     ) -> Outputs:
-        """Run a plan; see `Executor.run`. Its ops have ranges in profilers where the settings want them."""
+        """Run a plan; see `Executor.run`. Profilers show a range for each op if the settings ask for ranges."""
         ranges = self.device.find_ranges(self.config.ranges)
         try:
             with open_step(ranges, plan):
                 outputs = plan.executor.run(inputs, enter, instrument, ranges)
         except Exception as error:
-            # vLLM's executors pass an error on by its text alone, without notes: log here where it happened.
+            # vLLM's executors pass on only the text of an error, without notes. So log here where it happened.
             self._log.error("a split step failed", error=repr(error), where=get_context(error))
             raise
         if plan.mode == "split":
@@ -237,7 +239,7 @@ class MicroBatchRuntime:
         count_declined(self._log, self.statistics.declined, decline)
 
     def decline_all(self, decline: Decline) -> None:
-        """Log that no further step is split, nor counted."""
+        """Log that no further step is split, and that these steps are not counted."""
         note_standing(self._log, decline)
 
     def close(self) -> None:
@@ -249,7 +251,7 @@ class MicroBatchRuntime:
     def _bind(
         self, slices: tuple[BatchSlice, ...] | Decline, choice: SplitChoice | None = None
     ) -> ExecutionPlan | Decline:
-        """Return the plan that runs these slices; *choice* is that of the planner."""
+        """Return the plan that runs these slices, in the order of the planner's *choice* if there is one."""
         if isinstance(slices, Decline):
             return slices
         if choice is not None:
@@ -262,8 +264,8 @@ class MicroBatchRuntime:
     def _get_executor(self, micro_batches: int, order: NamedOrder | None = None) -> Executor:
         """Return the executor of an order, or of the policy of the settings; make it if it is new.
 
-        While races are looked for, half of the split steps use the order that exposes a missing `ordered=True`. The
-        Thue-Morse sequence picks them, because it has no period that steps could share.
+        With `DBO_CHECK=races`, half of the split steps use the order that exposes a missing `ordered=True`. The
+        Thue-Morse sequence picks these steps, because it has no period that steps could share.
         """
         if order is not None:
             program = order.programs[0]

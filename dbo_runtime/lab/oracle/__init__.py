@@ -1,1 +1,1 @@
-"""The planner's oracle: it searches and simulates for each step."""
+"""The planner's oracle. It searches and simulates for each step."""

@@ -1,4 +1,4 @@
-"""The fastest issue order for given micro-batches, found by a search each time."""
+"""Find the fastest issue order for given micro-batches, by a search for each bucket of features."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dbo_runtime.planner.online.placements import Placements, is_moved
 from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, Bucket, Predictor, compute_midpoint, get_bucket
 
 SEQUENTIAL = ("sequential", 0)
-MAX_FOUND = 256  # orders that are remembered
+MAX_FOUND = 256  # number of orders that are kept
 
 
 class Orders:
-    """Finds and caches issue orders: the fastest known for micro-batches with the features that they have.
+    """Finds and caches issue orders: the fastest known for micro-batches with given features.
 
-    Ranks that ask for the same get the same: what is found depends on nothing but program, costs and features.
+    The result depends only on program, costs and features. So ranks that ask for the same get the same.
 
     Args:
         program: ops of one micro-batch.
@@ -31,7 +31,7 @@ class Orders:
         keeps_layers: see `Candidates`.
 
     Attributes:
-        placements: the program with its `side` ops on `compute`, and other placements; see `list_placements`.
+        placements: program by each placement, first without `side`; see `list_placements`.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Orders:
         self._policies: BoundedDict[tuple[int, int, tuple[str, int]], NamedOrder] = BoundedDict(MAX_FOUND)
 
     def choose_best(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
-        """Return the order for micro-batches like these, on the lanes that are predicted to be fastest."""
+        """Return the order for micro-batches like these that is predicted to be fastest, on any lanes."""
         return self._choose(self.list_orders(slice_features, config), slice_features)
 
     def list_orders(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> tuple[NamedOrder, ...]:
-        """Return the orders for micro-batches like these: that of the settings, or the fastest that is known.
+        """Return the orders for micro-batches like these: those of the settings' policy, or the fastest that are known.
 
-        If ops may be on `side` there are two: the best without any of them there, and the best with some; and a third
-        if others may move there.
+        If ops may be on `side`, there are two: the best without ops on `side`, and the best with some. There is a third
+        if further ops may move there.
         """
         placements = self._pick(slice_features, config)
         if config.policy[0] != "optimal" or len(slice_features) == 1:
@@ -62,7 +62,7 @@ class Orders:
         return tuple(self._choose_searched(number, slice_features) for number in placements)
 
     def _pick(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> Sequence[int]:
-        """Return the first placement, of the others the best one under the policy, and the one with moved ops."""
+        """Return the first placement, the best of the others under the policy, and the one with moved ops."""
         first, *others = self._placements.list_allowed(config)
         if len(others) <= 1:
             return (first, *others)
@@ -71,7 +71,7 @@ class Orders:
         return first, best, *(number for number in others if number != best and is_moved(self.placements[number]))
 
     def _get_policy(self, number: int, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> NamedOrder:
-        """Return the order of the policy that the settings name; of one micro-batch there is but one."""
+        """Return the order of the policy that the settings name. One micro-batch has only one order."""
         count = len(slice_features)
         policy = config.policy if count > 1 else SEQUENTIAL
         key = number, count, policy
@@ -80,7 +80,7 @@ class Orders:
         return self._policies[key]
 
     def _choose_searched(self, number: int, slice_features: Sequence[BatchFeatures]) -> NamedOrder:
-        """Return the fastest order: that of a search, which knows of no contention, or a common policy."""
+        """Return the fastest order: a common policy's, or one that a search finds, which leaves out contention."""
         shape = tuple(get_bucket(features, BUCKETS_PER_OCTAVE) for features in slice_features)
         candidates, key = self._candidates[number], (number, shape)
         if key not in self._found:
@@ -90,7 +90,7 @@ class Orders:
         return self._choose(policies if found is None else (found, *policies), slice_features)
 
     def _choose(self, orders: Sequence[NamedOrder], slice_features: Sequence[BatchFeatures]) -> NamedOrder:
-        """Return the fastest; of equal ones the first."""
+        """Return the fastest order; if several are equally fast, the first of them."""
         if len(orders) == 1:
             return orders[0]
         return min(orders, key=lambda ordered: self._predictor.predict_split(ordered, slice_features))

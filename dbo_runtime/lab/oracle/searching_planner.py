@@ -1,7 +1,7 @@
-"""Decisions by a search and a simulation for each step: slow, and another way to the planner's answers.
+"""Decide each step by a search and a simulation of its own: slow, but an independent check of the planner.
 
-Cuts, the selection among predictions, and what is learnt from measured steps are the planner's own. Orders and
-predictions are not: each step is searched for and simulated.
+Orders and predictions are independent of the planner's. Cuts, the selection among predictions, and the memory of
+measured steps are the planner's own code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SearchingPlanner:
         return self._select(features, list_cuts(batch, list_counts(config, self._placements), self._density), config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
-        """Return how all data parallel ranks split a step, or why not, from the *tokens* of each [ranks]."""
+        """Return how all data parallel ranks split a step, or why not, from the number of *tokens* of each [ranks]."""
         cuts = list_shared_cuts(tokens, list_counts(config, self._placements))
         return self._select(BatchFeatures(max(tokens)), cuts, config)
 
@@ -67,7 +67,7 @@ class SearchingPlanner:
         return self._predictor.predict_unsplit(features)
 
     def predict_split(self, slice_features: Sequence[BatchFeatures], config: RuntimeConfig) -> float:
-        """Return the seconds of a step split into micro-batches with these features, in the best order."""
+        """Return the seconds of a step that is split into micro-batches with these features, by the best order."""
         return self._predictor.predict_split(self._orders.choose_best(slice_features, config), slice_features)
 
     def _select(self, features: BatchFeatures, cuts: Sequence[Cut], config: RuntimeConfig) -> SplitChoice | Decline:

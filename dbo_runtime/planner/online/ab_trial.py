@@ -19,11 +19,11 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.online.correction import SPLIT
 from dbo_runtime.planner.online.prediction import Prediction
 
-LEAD_PAIRS = 4  # one way must have been faster in so many pairs more than the other
-WINDOW_PAIRS = 16  # the latest pairs of a class count
+LEAD_PAIRS = 4  # one way must have been faster in at least this many more pairs than the other
+WINDOW_PAIRS = 16  # number of pairs of a class that count: the latest
 COST_SHARE = 0.01  # trials of splitting may lose this share of a class's predicted unsplit time
-REFRESH_STEPS = 256  # between two pairs of a class whose faster way is known: costs drift
-MAX_CLASSES = 256  # those met last are kept
+REFRESH_STEPS = 256  # steps between two trials of a class whose faster way is known; trials go on, because costs drift
+MAX_CLASSES = 256  # number of classes that are kept: those met last
 
 TrialClass: TypeAlias = Hashable
 """Key of the steps that are compared with each other: coarse features, and how the steps are split."""
@@ -34,8 +34,9 @@ class Proposal(NamedTuple):
 
     Attributes:
         is_timed: whether any step of this rank was timed.
-        pairs: for each class (its text), one number a pair, in the order in which they ran: the logarithm of
-            (measured / predicted seconds of the split step) / (measured / predicted seconds of the unsplit one).
+        pairs: numbers by class (as text), one for each pair, in the order in which the pairs ran. A number is the
+            logarithm of (measured / predicted seconds of the split step) / (measured / predicted seconds of the unsplit
+            one).
     """
 
     is_timed: bool
@@ -76,10 +77,12 @@ class _Record:
 class AbTrials:
     """Decides by measured steps where there are enough, and by the prediction otherwise.
 
-    A trial is a step that runs the other way than it would. It is paired with the latest step of its class that did
-    not. Each measured time is divided by the predicted one, so steps of a class may differ in size. The two steps
-    follow each other, so slow changes cancel (a paired comparison: Box, Hunter and Hunter, *Statistics for
-    Experimenters*, 1978). Only the sign of a pair counts, so an outlier counts once.
+    Each class has a standing way: the faster one as measured, or else as predicted. A trial is a step that runs the
+    other way. It is paired with the latest step of its class that ran the standing way. Each measured time is divided
+    by the predicted one, so steps of a class may differ in size. The two steps run shortly after each other, so slow
+    changes cancel (a paired comparison: Box, Hunter and Hunter, *Statistics for Experimenters*, 1978). Only the sign of
+    a pair counts, so an outlier counts once.
+
     The way that leads by `LEAD_PAIRS` pairs is kept. This is Wald's sequential test (1945) of a sign. If a pair is
     right with probability p, the test is wrong with probability 1 / (1 + (p / (1 - p)) ** 4). It takes few pairs where
     the difference is large; where it is small, a wrong answer is cheap. Without a lead the prediction stands.
@@ -90,7 +93,7 @@ class AbTrials:
     much are therefore tried late and rarely, and no class pays for another. Trials begin once the ranks agree that
     their steps are timed.
 
-    Deterministic: ranks that ask the same questions and apply the same proposals decide alike.
+    Decisions are deterministic: ranks that ask the same questions, and apply the same proposals, decide alike.
     """
 
     def __init__(self) -> None:
@@ -164,7 +167,7 @@ class AbTrials:
         for trial_class, record in self._records.items():
             record.trials = 0
             measured = [proposal.pairs.get(repr(trial_class), ()) for proposal in proposals]
-            for pair in zip(*measured, strict=False):  # a rank may be behind with the last ones
+            for pair in zip(*measured, strict=False):  # a rank may not have measured the last pairs yet
                 record.pairs.append(median(pair))
                 record.own.popleft()
 
@@ -175,7 +178,7 @@ class AbTrials:
         return record
 
     def _is_due(self, record: _Record, measured: bool | None) -> bool:
-        """Return whether the next step may be a trial. Between two trials there is a step to compare with."""
+        """Return whether the next step may be a trial. Between two trials, a step runs the standing way to compare."""
         is_known = measured is not None or len(record.pairs) == WINDOW_PAIRS
         spacing = REFRESH_STEPS if is_known else 1
         return self._is_timed and record.steps >= spacing and record.trials < LEAD_PAIRS
@@ -184,8 +187,8 @@ class AbTrials:
 def get_trial_class(features: BatchFeatures, prediction: Prediction, policy: tuple[str, int]) -> TrialClass:
     """Return the class of a step in trials.
 
-    Steps of a class have about as many tokens, and about as much attention for each. They are all decodes, all prefills
-    or all mixed. Predictions account for other differences.
+    Steps of a class have about equally many tokens, and about equally much attention per token. Each holds decodes
+    only, or each prefills only, or each both. Predictions account for other differences.
     """
     pairs = features.pairs + features.context_pairs + features.decode_pairs
     requests = features.decodes > 0, features.decodes < features.tokens
@@ -194,13 +197,13 @@ def get_trial_class(features: BatchFeatures, prediction: Prediction, policy: tup
 
 
 def _estimate_loss(pairs: Sequence[float], ratio: float, prediction: Prediction) -> float:
-    """Return how many seconds longer a step takes split: as measured, or else as predicted in the worst case."""
+    """Return the seconds that a step loses by splitting: as measured, or else as predicted in the worst case."""
     share = _compare(pairs, ratio) if pairs else -prediction.worst_case
     return max(share, 0.0) * prediction.unsplit
 
 
 def _compare(pairs: Sequence[float], ratio: float) -> float:
-    """Return by which share split steps measured longer than unsplit ones."""
+    """Return the share of the unsplit time by which split steps took longer, as measured."""
     return math.exp(median(pairs)) / ratio - 1
 
 

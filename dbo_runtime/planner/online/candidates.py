@@ -1,4 +1,4 @@
-"""Issue orders that are worth a prediction: the one that a search finds, and the common policies."""
+"""Issue orders that are worth a prediction: orders that a search finds, and those of the common policies."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dbo_runtime.planner.search.jobs import make_jobs
 from dbo_runtime.planner.search.period import PeriodicOrder, PeriodSearch
 from dbo_runtime.planner.search.search import find_order
 
-MAX_LEAD_LAYERS = 3  # of the staggered orders that are tried
-MAX_COUNTS = 8  # of micro-batches whose policies are kept
-MAX_SEARCHED = 8  # micro-batches; more are issued by the fastest of the common policies
-MAX_SHORT_SEARCH_STATES = 3_000  # of a search with few layers: more improve no order by more than 0.3 %
+MAX_LEAD_LAYERS = 3  # longest lead of the staggered orders that are tried
+MAX_COUNTS = 8  # numbers of micro-batches for which policies are kept
+MAX_SEARCHED = 8  # most micro-batches to search for; more are issued by the fastest of the common policies
+MAX_SHORT_SEARCH_STATES = 3_000  # states of a search with few layers: more improve no order by more than 0.3 %
 
 
 class Candidates:
     """Makes issue orders for micro-batches of one program.
 
     Args:
-        program: of one micro-batch, with its ops on the lanes where they are to run.
+        program: ops of one micro-batch, on the lanes where they are to run.
         max_states: states that each search may visit; see `search.find_order`.
-        keeps_layers: whether to leave out orders in which a micro-batch attends in a layer before all have in the one
-            before it; see `policies.keeps_layers`.
+        keeps_layers: whether to leave out orders in which a micro-batch attends in a layer before all have attended in
+            the one before it; see `policies.keeps_layers`.
     """
 
     def __init__(self, program: Program, max_states: int, keeps_layers: bool = False) -> None:
@@ -52,11 +52,14 @@ class Candidates:
         return self._make(words, order, periodic, micro_batches)
 
     def find(self, times: Sequence[Sequence[float]]) -> NamedOrder | None:
-        """Find the order that is optimal without contention, or near it, if ops take *times* [micro-batches][ops].
+        """Find an order that is optimal without contention, or nearly so, if ops take *times* seconds.
 
-        None if no period is found, and no order could be much faster than alternating, or there are more than
-        `MAX_SEARCHED` micro-batches: the time of a search grows with the square of their number; and if the order does
-        not keep layers in turn where it has to.
+        *times* are [micro-batches][ops]. The result is None in three cases:
+
+        - No period is found, and there are more than `MAX_SEARCHED` micro-batches: the time of a search grows with the
+          square of their number.
+        - No period is found, and no order could be much faster than alternating.
+        - The order does not keep layers in turn, but has to.
         """
         periodic = self._search.find(times, min(self._max_states, MAX_SHORT_SEARCH_STATES))
         if periodic is None and (len(times) > MAX_SEARCHED or self._search.is_saturated(times)):
@@ -71,7 +74,7 @@ class Candidates:
         return self._make(words, order, periodic, len(times))
 
     def _list_policies(self, micro_batches: int, leads: int = 1 + MAX_LEAD_LAYERS) -> tuple[NamedOrder, ...]:
-        """Return the common policies of *micro_batches* micro-batches: staggered by up to *leads* - 1 segments."""
+        """Return the common policies' orders of so many micro-batches: staggered by 0 to *leads* - 1 segments."""
         first = "alternate" if self._keeps_layers else "staggered"
         names = (first, *("staggered" for _ in range(1, leads)))
         orders = [self.make_policy(name, lead, micro_batches, "optimal") for lead, name in enumerate(names)]
@@ -88,7 +91,7 @@ class Candidates:
         return NamedOrder("-".join(words), programs, order, repeating)
 
     def _shorten(self, periodic: PeriodicOrder, micro_batches: int) -> RepeatingSchedule | None:
-        """Return a schedule with as many repetitions as it takes to see a steady state; None if these are all."""
+        """Return a schedule with just enough periods to see a steady state; None if the order has no more periods."""
         few = self._search.lengthen(periodic, COMPARED_PERIODS)
         if few is None:
             return None
@@ -104,6 +107,6 @@ def list_side_ops(program: Program) -> tuple[str, ...]:
 
 
 def _digest(order: Order) -> str:
-    """Return a short hash of an order; orders of one program differ in nothing but their micro-batches."""
+    """Return a short hash of an order's micro-batches: orders of one program differ in nothing else."""
     numbers = [issue.micro_batch for issue in order]
     return hashlib.sha256(str(numbers).encode()).hexdigest()[:8]

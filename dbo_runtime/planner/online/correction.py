@@ -1,4 +1,4 @@
-"""Correct predictions by factors that are learnt slowly from measured steps."""
+"""Correct predictions by factors that are learned slowly from measured steps."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 UNSPLIT, SPLIT = "unsplit", "split"
-WINDOW_STEPS = 64  # latest measured steps of each mode that count
+WINDOW_STEPS = 64  # number of measured steps of each mode that count: the latest
 PERIOD_STEPS = 64  # steps between two updates
-MAX_LOG_CHANGE = 0.05  # of the logarithm of a factor in one update
-MAX_LOG = math.log(4.0)  # of a factor: beyond it the costs are of something else
+MAX_LOG_CHANGE = 0.05  # largest change of a factor's logarithm in one update
+MAX_LOG = math.log(4.0)  # largest logarithm of a factor: beyond it, the costs were measured on something else
 
 Errors = Mapping[str, float]
 
 
 class Correction:
-    """A factor for unsplit and one for split steps: measured by predicted seconds.
+    """Two factors, for unsplit and for split steps: measured divided by predicted seconds.
 
-    Robust: an update changes factors by little, and towards a median. All ranks count the same steps, each proposes
-    what it measured, and all apply the same proposals.
+    Outliers do little harm: an update changes a factor only a little, towards a median. All ranks count the same steps.
+    Each proposes what it measured, and all apply the same proposals.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class Correction:
         self._steps = 0
 
     def factor(self, mode: str) -> float:
-        """Return what to multiply a prediction with."""
+        """Return the factor to multiply a prediction by."""
         return math.exp(self._logs[mode])
 
     def count(self) -> bool:
-        """Count a step; return whether an update is due, which is the same on all ranks that count the same steps."""
+        """Count a step; return whether an update is due. Ranks that count the same steps get the same answer."""
         self._steps += 1
         return self._steps % PERIOD_STEPS == 0
 
@@ -47,7 +47,7 @@ class Correction:
         return {mode: statistics.median(errors) for mode, errors in self._errors.items() if errors}
 
     def apply(self, proposals: Sequence[Errors]) -> None:
-        """Move towards the median of the proposals of all ranks [ranks]."""
+        """Move each factor towards the median of the proposals of all ranks [ranks]."""
         for mode, log in self._logs.items():
             proposed = [errors[mode] for errors in proposals if mode in errors]
             if proposed:

@@ -1,10 +1,10 @@
-"""The critical paths of a schedule: what predicts when it ends, for any durations, without running through it.
+"""The critical paths of a schedule. They predict when it ends, for any durations, without simulating it.
 
-As long as lanes do not slow each other down, an op starts as soon as the last of a few things has happened: the host
-has issued it, its lane is free, what it waits for has ended. So the end of a schedule is the maximum over all paths of
-the sum of what lies on a path: a polynomial in the max-plus algebra (Baccelli, Cohen, Olsder and Quadrat 1992). Layers
-repeat, so that of all paths only about ten are critical for any durations that occur: they are found by running through
-the schedule for many durations at once.
+As long as lanes do not slow each other down, an op starts once three things have happened: the host has issued it, its
+lane is free, and the ops that it waits for have ended. So the end of a schedule is a maximum over all paths through it,
+of the sum of the durations on the path. This is a polynomial in the max-plus algebra (Baccelli, Cohen, Olsder and
+Quadrat 1992). Layers repeat, so only about ten of all paths are critical for any durations that occur. They are found
+by simulating the schedule for many vectors of durations at once.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Numbers = NDArray[np.int64]
 
 Booleans = NDArray[np.bool_]
 
-_ISSUED, _LANE, _WAITED = range(3)  # what an instruction started after
+_ISSUED, _LANE, _WAITED = range(3)  # the event that an instruction had to wait for longest
 _NOTHING = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """When the host issues an instruction: so many issues after another instruction has started or ended.
+    """The moment at which the host issues an instruction: some issues after another instruction has started or ended.
 
     Attributes:
-        after: number of that instruction; `_NOTHING` for the beginning.
-        at_end: whether it has to end, and not only to start.
-        issues: how many there are from then on, this instruction's included.
+        after: number of that other instruction; `_NOTHING` for the beginning of the schedule.
+        at_end: whether the host waits until that instruction has ended, and not only until it has started.
+        issues: number of issues from then on, including the issue of this instruction.
     """
 
     after: int = _NOTHING
@@ -44,13 +44,13 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """An instruction: where its durations are, and the instructions that it starts after.
+    """An instruction, with the places of its durations and the instructions that it starts after.
 
     Attributes:
-        duration, credit: places in a vector of durations; no credit for ops that do not communicate.
+        duration, credit: places in a vector of durations; ops that do not communicate have no credit.
         before: number of the instruction before it on its lane; `_NOTHING` for the first.
         waits: numbers of the instructions that it waits for.
-        host: when it is issued.
+        host: moment at which the host issues it.
     """
 
     duration: int
@@ -61,13 +61,13 @@ class _Node:
 
 
 class _Run(NamedTuple):
-    """A run through a schedule, for many steps at once; all are [nodes, steps].
+    """A simulation of a schedule, for many steps at once; all arrays are [nodes, steps].
 
     Attributes:
         ends: seconds at which each instruction ends.
         causes: number of the instruction after which it started.
-        kinds: why it did not start earlier: `_ISSUED`, `_LANE` or `_WAITED`.
-        credited: whether it ended later than that for what its lane lacked in credit.
+        kinds: reason for which it did not start earlier: `_ISSUED`, `_LANE` or `_WAITED`.
+        credited: whether it ended later because its lane had not been idle for the seconds of its credit.
     """
 
     ends: Vector
@@ -80,8 +80,8 @@ class CriticalPaths:
     """Finds the critical paths of one schedule.
 
     Args:
-        schedule: whose micro-batches all run one program.
-        layout: of durations.
+        schedule: schedule whose micro-batches all run one program.
+        layout: layout of a vector of durations.
         host_computes: whether the compute lane is the issuing thread; see `HostCost`.
     """
 
@@ -105,16 +105,17 @@ class CriticalPaths:
                 host = _Host(host.after, host.at_end, host.issues + 1)
 
     def find(self, durations: Vector) -> tuple[Vector, Vector]:
-        """Return when the schedule ends [steps], and how often what is on the critical path of each [steps, durations].
+        """Return when the schedule ends in each step [steps], and the critical path of each step [steps, durations].
 
-        *durations* are those of steps [steps, durations]. Every end is the product of the two for its step, and the
-        path bounds the end for any other durations from below.
+        *durations* are the durations of steps [steps, durations]. A path is the number of times that each duration is
+        on it. The end of a step is the product of its path and its durations. For any other durations, the product is a
+        lower bound of the end.
         """
         run = self._run(durations.T)
         return run.ends.max(axis=0), self._walk_back(run)
 
     def _run(self, durations: Vector) -> _Run:
-        """Run through the schedule for all steps at once; *durations* are [durations, steps]."""
+        """Simulate the schedule for all steps at once; *durations* are [durations, steps]."""
         shape = len(self._nodes), durations.shape[1]
         starts, ends = np.empty(shape), np.empty(shape)
         causes, kinds, credited = np.full(shape, _NOTHING), np.full(shape, _ISSUED), np.zeros(shape, dtype=bool)
@@ -137,7 +138,7 @@ class CriticalPaths:
         return _Run(ends, causes, kinds, credited)
 
     def _walk_back(self, run: _Run) -> Vector:
-        """Return how often what is on the path to the last instruction that ends [steps, durations]."""
+        """Return how often each duration is on the path to the instruction that ends last [steps, durations]."""
         last = run.ends.argmax(axis=0)
         counts = np.zeros((len(last), self._layout.size))
         duration = np.array([node.duration for node in self._nodes])
@@ -163,12 +164,12 @@ class CriticalPaths:
 
 
 def list_different(paths: Vector) -> Vector:
-    """Return each of *paths* [steps, durations] once [paths, durations]."""
+    """Return *paths* [steps, durations] without repetitions [paths, durations]."""
     return np.unique(paths, axis=0)
 
 
 def _replace_later(start: Vector, other: Vector, cause: Numbers, number: int, kind: Numbers, how: int) -> None:
-    """Where *other* is not before *start*, start then, and note after which instruction, and how; all [steps]."""
+    """Where *other* is not before *start*, set *start* to it, *cause* to *number* and *kind* to *how*; all [steps]."""
     later = other >= start
     np.copyto(start, other, where=later)
     cause[later] = number

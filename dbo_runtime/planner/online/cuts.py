@@ -25,8 +25,10 @@ class Cut(NamedTuple):
 
     Attributes:
         features: features of each micro-batch.
-        slices: one a micro-batch; none if the cut is shared by data parallel ranks, each with slices of its own.
-        sizes: tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; none without such ranks.
+        slices: slice of the batch for each micro-batch; empty if data parallel ranks share the cut, as each rank has
+            its own slices.
+        sizes: number of tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without
+            such ranks.
     """
 
     features: Features = ()
@@ -35,15 +37,15 @@ class Cut(NamedTuple):
 
 
 class Density(NamedTuple):
-    """The cost of all compute ops of a forward pass, without fixed parts, in seconds.
+    """The cost of all compute ops of a forward pass, in seconds per unit, without fixed costs.
 
     Attributes:
-        token: of each token.
-        pair, context_pair: of each query-key pair; see `BatchFeatures`.
-        prefill: of each prefill; cutting one makes two of it.
-        context: of each token that prefills fetch from the KV cache.
-        decode: of each token of decodes, in addition to `token`.
-        decode_pair: of each query-key pair of decodes.
+        token: seconds per token.
+        pair, context_pair: seconds per query-key pair; see `BatchFeatures`.
+        prefill: seconds per prefill; a cut prefill counts as two.
+        context: seconds per token that prefills fetch from the KV cache.
+        decode: seconds per token of decodes, in addition to `token`.
+        decode_pair: seconds per query-key pair of decodes.
     """
 
     token: float
@@ -55,12 +57,12 @@ class Density(NamedTuple):
     decode_pair: float = 0.0
 
     def estimate_seconds(self, features: BatchFeatures) -> float:
-        """Return the seconds of a batch."""
+        """Return the estimated seconds of a batch."""
         return sum(rate * amount for rate, amount in zip(self, features, strict=True))
 
 
 def compute_density(table: CostTable, program: Program) -> Density:
-    """Return the sums of what tokens and pairs cost over all ops of *program*."""
+    """Return the costs of tokens, pairs and prefills, each summed over all ops of *program*."""
     costs = [cost for op in program.ops if isinstance(cost := table.ops[op.name], ComputeCost)]
     return Density(
         token=sum(cost.token_seconds for cost in costs),
@@ -74,11 +76,11 @@ def compute_density(table: CostTable, program: Program) -> Density:
 
 
 class CostSums:
-    """Sums of what a batch's requests cost: finds where to cut without going through all requests again.
+    """Sums of the costs of a batch's requests. They find where to cut without going through all requests again.
 
     Args:
-        batch: to cut.
-        density: of its cost.
+        batch: batch to cut.
+        density: cost of its tokens and pairs.
     """
 
     def __init__(self, batch: Batch, density: Density) -> None:
@@ -95,9 +97,10 @@ class CostSums:
         self._costs: list[float] = [0.0, *np.cumsum(costs).tolist()]
 
     def find_offset(self, share: float) -> int:
-        """Return the first offset before which lies at least *share* of the cost, by bisection.
+        """Return, by bisection, the first token offset with at least *share* of the cost before it.
 
-        Pieces of a cut request cost less or more than the request, so the cost to compare with is that of both sides.
+        The two parts of a cut request may together cost less or more than the request. So the share is of the cost of
+        both sides of the cut, not of the uncut batch.
         """
         low, high = 0, self._batch.tokens
         while low < high:
@@ -124,17 +127,17 @@ class CostSums:
 
 
 def balance_targets(sums: CostSums, micro_batches: int) -> tuple[int, ...]:
-    """Return the token offsets that cut a batch into parts of equal cost, attention included.
+    """Return the token offsets that cut a batch into micro-batches of equal cost, attention included.
 
-    The last tokens of a long prompt attend to all the others, so of an even cut by tokens the last micro-batch costs
-    the most. Where the kernel computes masked pairs, too, cutting makes the sum cheaper, and the best cut of a single
-    prompt that costs nothing but attention is at 62 % of it.
+    The last tokens of a long prompt attend to all others. So with equally many tokens, the last micro-batch costs the
+    most. If the kernel also computes masked pairs, cutting makes the sum cheaper. Then the best cut of a single prompt
+    that costs nothing but attention is at 62 % of its tokens.
     """
     return tuple(sums.find_offset(part / micro_batches) for part in range(1, micro_batches))
 
 
 def list_cuts(batch: Batch, counts: Sequence[int], density: Density) -> list[Cut]:
-    """Return the cuts to predict for each number of micro-batches: even by tokens, and even by cost."""
+    """Return the cuts to predict for each number of micro-batches: one into equal tokens, and one into equal costs."""
     sums = CostSums(batch, density)
     offsets = dict.fromkeys(
         place_cuts(batch, targets)
@@ -147,8 +150,8 @@ def list_cuts(batch: Batch, counts: Sequence[int], density: Density) -> list[Cut
 def list_shared_cuts(tokens: Sequence[int], counts: Iterable[int]) -> list[Cut]:
     """Return the cuts of a step that data parallel ranks share, from the *tokens* of each [ranks].
 
-    The other ranks wait for the slowest one, so the largest number of tokens counts. Contexts and lengths of requests
-    of other ranks are not known, so attention to them is left out.
+    All ranks wait for the slowest one, so the largest number of tokens counts. A rank does not know the contexts and
+    lengths of the requests of other ranks, so attention is left out.
     """
     return [
         Cut(tuple(BatchFeatures(max(share)) for share in sizes), sizes=sizes) for sizes in list_shares(tokens, counts)
@@ -156,9 +159,9 @@ def list_shared_cuts(tokens: Sequence[int], counts: Iterable[int]) -> list[Cut]:
 
 
 def list_samples(batches: Iterable[Batch], counts: Sequence[int], density: Density) -> dict[int, list[Features]]:
-    """Return cuts that stand for all cuts of *batches*: features of each micro-batch, by the number of micro-batches.
+    """Return a few cuts to represent all cuts of *batches*: features of each micro-batch, by number of micro-batches.
 
-    They are the planner's own cuts, and others as far away as request boundaries may lie.
+    They are the planner's own cuts, and others that are as far from these as request boundaries may be.
     """
     samples: dict[int, dict[Features, None]] = defaultdict(dict)
     for batch in batches:
@@ -171,7 +174,7 @@ def list_samples(batches: Iterable[Batch], counts: Sequence[int], density: Densi
 
 
 def _list_offsets(batch: Batch, sums: CostSums, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield where to cut a batch into *count* micro-batches: evenly, by cost, and beside that."""
+    """Yield the offsets that cut a batch into *count* micro-batches: into equal tokens, equal costs, and near these."""
     even = share_evenly(batch, count)
     yield place_cuts(batch, even)
     yield place_cuts(batch, balance_targets(sums, count))
@@ -182,7 +185,7 @@ def _list_offsets(batch: Batch, sums: CostSums, count: int) -> Iterator[tuple[in
 
 
 def cut_in_shares(batch: Batch, shares: Sequence[float]) -> Cut | None:
-    """Return the cut of a batch at these shares of its tokens; None if its requests do not allow so many cuts."""
+    """Return the cut of a batch at these shares of its tokens; None if its requests do not allow all of the cuts."""
     offsets = place_cuts(batch, [round(share * batch.tokens) for share in shares])
     return None if len(offsets) < len(shares) else measure_cut(batch, offsets)
 
@@ -194,7 +197,7 @@ def measure_cut(batch: Batch, offsets: Sequence[int]) -> Cut:
 
 
 def measure_slices(batch: Batch, slices: Sequence[BatchSlice]) -> tuple[BatchFeatures, ...]:
-    """Return the features of each micro-batch; the second part of a cut request has the first in the KV cache."""
+    """Return the features of each micro-batch. For the second part of a cut request, the first is in the KV cache."""
     return tuple([_measure_slice(batch, piece) for piece in slices])
 
 
@@ -204,7 +207,7 @@ def measure_batch(batch: Batch) -> BatchFeatures:
 
 
 def _measure_slice(batch: Batch, piece: BatchSlice) -> BatchFeatures:
-    """Return the features of a micro-batch. Decodes of one token are only counted, and their contexts added up."""
+    """Return the features of a micro-batch. It does not loop over decodes of one token: it sums their contexts."""
     contexts, decode_len = batch.contexts, batch.decode_len
     first, last = piece.first_request, piece.last_request
     long_requests = batch.long_requests if decode_len else range(last)
@@ -215,7 +218,7 @@ def _measure_slice(batch: Batch, piece: BatchSlice) -> BatchFeatures:
     for request in long_requests[begin:end]:
         start, context = batch.starts[request], contexts[request]
         decode_pairs -= context
-        head = max(piece.first_token - start, 0)  # is in another micro-batch
+        head = max(piece.first_token - start, 0)  # tokens of the request in earlier micro-batches
         length, context = min(piece.last_token, batch.starts[request + 1]) - start - head, context + head
         if length > decode_len:
             prefills += 1

@@ -1,7 +1,7 @@
-"""What the ops of micro-batches take, as vectors: for many steps and several cost tables at once.
+"""Durations of the ops of micro-batches, as vectors: for many steps and several cost tables at once.
 
-Ranks on different hosts must get the same sums to the last bit, for they compare them. A BLAS adds in the order that
-suits the processor, so all durations are multiples of `RESOLUTION`: sums of such multiples are exact in any order.
+Ranks on different hosts must get the same sums to the last bit, because they compare them. A BLAS adds in the order
+that suits the processor. So all durations are multiples of `RESOLUTION`: sums of such multiples are exact in any order.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ RESOLUTION = 2.0**-43  # seconds, a tenth of a picosecond; sums up to 1024 secon
 
 
 class DurationLayout:
-    """Where a vector of durations has which: of schedules whose micro-batches all run one program.
+    """The layout of a vector of durations, for schedules whose micro-batches all run one program.
 
-    It holds the seconds of each kind of op of each micro-batch, the credit of each kind of communication op of each
-    (see `CommCost`), what the host takes to issue an instruction, and what a handover between lanes takes.
+    Ops of one name are of one kind. A vector holds, in this order:
+
+    - the seconds of each kind of op of each micro-batch,
+    - the credit of each kind of communication op of each micro-batch (see `CommCost`),
+    - the seconds that the host takes to issue an instruction,
+    - the seconds of a handover between lanes.
 
     Args:
-        program: of each micro-batch.
-        micro_batches: how many there are.
+        program: ops of one micro-batch.
+        micro_batches: number of micro-batches.
 
     Attributes:
-        names: of the kinds of op [kinds].
-        communication: of those that communicate [kinds of communication].
+        names: names of the kinds of op [kinds].
+        communication: names of the kinds of op that communicate [kinds of communication].
         size: length of a vector.
     """
 
@@ -53,11 +57,11 @@ class DurationLayout:
         self.handover = self.size - 1
 
     def find_op(self, micro_batch: int, name: str) -> int:
-        """Return where the seconds of an op are."""
+        """Return the place of an op's seconds in a vector."""
         return micro_batch * len(self.names) + self._kinds[name]
 
     def find_credit(self, micro_batch: int, name: str) -> int | None:
-        """Return where the credit of an op is; None if it does not communicate."""
+        """Return the place of an op's credit in a vector; None if the op does not communicate."""
         if name not in self._credits:
             return None
         return self._first_credit + micro_batch * len(self.communication) + self._credits[name]
@@ -67,8 +71,8 @@ class DurationTables:
     """The costs of several tables of one program, as coefficients of batch features.
 
     Args:
-        program: of one micro-batch.
-        tables: the costs of its ops.
+        program: ops of one micro-batch.
+        tables: costs of the ops.
     """
 
     def __init__(self, program: Program, tables: Sequence[CostTable]) -> None:
@@ -100,9 +104,9 @@ class DurationTables:
         return total
 
     def compute_durations(self, slice_features: Vector) -> Vector:
-        """Return the durations [tables, steps, durations], as `DurationLayout` has them, of steps with these features.
+        """Return the durations of steps [tables, steps, durations], in the order of `DurationLayout`.
 
-        *slice_features* are those of each micro-batch [steps, micro-batches, features].
+        *slice_features* are the features of each micro-batch [steps, micro-batches, features].
         """
         steps, micro_batches, _ = slice_features.shape
         features = slice_features.reshape(steps * micro_batches, -1)
@@ -114,30 +118,30 @@ class DurationTables:
         return np.concatenate([ops, round_durations(credits), host], axis=2)
 
     def compute_work(self, durations: Vector) -> Vector:
-        """Return the seconds of all ops of each kind [..., kinds of all micro-batches] for [..., durations]."""
+        """Return the sum of seconds for each kind of op [..., kinds of all micro-batches] from [..., durations]."""
         micro_batches = (durations.shape[-1] - 2) // (len(self._counts) + len(self._credited))
         counts = self.repeat_counts(micro_batches)
         work: Vector = durations[..., : len(counts)] * counts
         return work
 
     def repeat_counts(self, micro_batches: int) -> Vector:
-        """Return how many ops of each kind there are, for each micro-batch [kinds of all micro-batches]."""
+        """Return the number of ops of each kind, once for each micro-batch [kinds of all micro-batches]."""
         return np.tile(self._counts, micro_batches)
 
 
 def round_durations(seconds: Vector) -> Vector:
-    """Return *seconds* as multiples of `RESOLUTION`, whose sums are exact."""
+    """Return *seconds* rounded to multiples of `RESOLUTION`, whose sums are exact."""
     rounded: Vector = np.rint(seconds * (1.0 / RESOLUTION)) * RESOLUTION
     return rounded
 
 
 def stack_features(slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
-    """Return features of steps that have equally many micro-batches as [steps, micro-batches, features]."""
+    """Return features as an array [steps, micro-batches, features]; all steps have equally many micro-batches."""
     return np.array(slice_features, dtype=np.float64)
 
 
 def _collect(costs: Sequence[Sequence[OpCost]], *names: str) -> Vector:
-    """Return the first of these numbers that each cost has, 0 if it has none [tables, 1, kinds]."""
+    """Return, for each cost, the first of the attributes *names* that it has, or 0 without any [tables, 1, kinds]."""
 
     def read(cost: OpCost) -> float:
         return next((float(getattr(cost, name)) for name in names if hasattr(cost, name)), 0.0)

@@ -1,4 +1,4 @@
-"""Issue orders with what is derived from them: a name, a schedule, and a short one that predicts the long one."""
+"""Issue orders, each with a name, its schedule, and a short schedule that predicts the long one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.timeline import Timeline
 
-COMPARED_PERIODS = 3  # in a row: if the third follows the second as the second the first, so do all others
-STEADY_TOLERANCE = 1e-4  # relative difference of what periods take; a prediction is off by less
+COMPARED_PERIODS = 3  # periods in a row: if the second and the third take equally long, so do all further ones
+STEADY_TOLERANCE = 1e-4  # largest relative difference between periods; a prediction is off by less
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatingSchedule:
-    """A schedule of few layers in which a period is repeated, for a step in which it is repeated more often.
+    """A schedule of few layers that repeats a period. It stands for a step that repeats the period more often.
 
     Attributes:
-        schedule: of few layers.
+        schedule: schedule of few layers.
         begin: number of the first instruction of the periods to compare.
-        length: of a period, in instructions.
-        omitted: how often the period is repeated in addition.
+        length: length of a period, in instructions.
+        omitted: number of further periods in the whole step.
     """
 
     schedule: Schedule
@@ -33,9 +33,10 @@ class RepeatingSchedule:
     omitted: int
 
     def extrapolate_end(self, timeline: Timeline) -> float | None:
-        """Return when the last op of the whole step ends, from when those of few layers run.
+        """Return when the last op of the whole step ends, from the timeline of the few layers.
 
-        None if they reach no steady state, in which each op of a period runs as much later than in the one before.
+        None if these reach no steady state. In a steady state, all ops of a period run later than in the period before
+        by the same time.
         """
         firsts = range(self.begin, self.begin + (COMPARED_PERIODS - 1) * self.length)
         delays = [timeline.spans[first + self.length].end - timeline.spans[first].end for first in firsts]
@@ -49,10 +50,11 @@ class NamedOrder:
     """An issue order.
 
     Attributes:
-        name: short and unique among the orders of a planner.
-        programs: of each micro-batch.
-        order: of all their ops.
-        repeating: predicts the whole step; None if the order has no period, or there are few layers anyway.
+        name: short name, unique among the orders of a planner.
+        programs: program of each micro-batch.
+        order: issue order of all their ops.
+        repeating: predicts the whole step from few layers; None if the order has no period, or the program has only few
+            layers.
     """
 
     name: str

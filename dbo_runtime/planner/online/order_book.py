@@ -1,7 +1,7 @@
-"""The issue orders that serving chooses from, with what predicts how long a step takes by each of them.
+"""The issue orders that serving chooses from, and the data that predict how long a step takes by each of them.
 
-Everything that searches, lowers or simulates is done when a book is made, before requests are served. Predictions are
-then products of small matrices.
+All searching, lowering and simulating is done when a book is made, before requests are served. Predictions are then
+products of small matrices.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.overlap_cost import OverlapCost, compute_share, find_common_factor, stack_shares
 from dbo_runtime.planner.online.predictor import Predictor
 
-# Steps that are simulated by each order for a table whose lanes slow each other down by different factors: for the
-# expected costs, and for the worst cases.
+# Number of steps to simulate by each order, for a table whose lanes slow each other down by different factors: with the
+# expected costs, and with each worst case.
 SIMULATED_STEPS = 40
 SIMULATED_WORST_CASES = 4
 
@@ -38,13 +38,13 @@ class OrderBook:
     """Orders for one number of micro-batches.
 
     Args:
-        program: of one micro-batch, on whatever lanes.
-        prepared: the orders to choose from.
-        tables: the costs to predict by.
-        samples: features of each micro-batch of steps that stand for all [steps][micro-batches].
+        program: ops of one micro-batch, on any lanes.
+        prepared: orders to choose from.
+        tables: costs to predict by.
+        samples: features of each micro-batch, for steps that represent all steps [steps][micro-batches].
 
     Attributes:
-        orders: to choose from.
+        orders: orders to choose from.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class OrderBook:
         contended: dict[tuple[tuple[str, float], ...], list[int]] = {}
         for number, table in enumerate(tables.tables):
             contended.setdefault(tuple(sorted(table.contention.items())), []).append(number)
-        self._overlap_costs: list[tuple[list[int], OverlapCost]] = []  # with the numbers of the tables that share it
+        self._overlap_costs: list[tuple[list[int], OverlapCost]] = []  # with the numbers of tables that share each
         self._expected_overlap_cost: OverlapCost | None = None
-        for numbers in contended.values():  # it depends on contention and the shares of work, whatever the table
+        for numbers in contended.values():  # an overlap cost depends only on contention and the shares of work
             first = numbers[0]
             few = _spread(samples, SIMULATED_WORST_CASES if first else SIMULATED_STEPS)
             durations = tables.compute_durations(stack_features(few))
@@ -81,14 +81,14 @@ class OrderBook:
 
     @property
     def digest(self) -> str:
-        """A hash of all that predictions depend on, but for costs."""
+        """Names of the orders, and a hash of everything else that predictions depend on, except costs."""
         numbers = hashlib.sha256(self._paths.tobytes())
         for tables, cost in self._overlap_costs:
             numbers.update(str(tables).encode() + cost.shares.tobytes())
         return "-".join([*self._numbers, numbers.hexdigest()[:16]])
 
     def predict(self, slice_features: Sequence[Sequence[BatchFeatures]]) -> Vector:
-        """Return the seconds of all ops of steps by each order [tables, steps, orders].
+        """Return the predicted seconds of all ops of a step, for each step and order [tables, steps, orders].
 
         *slice_features* are the features of each micro-batch of each step [steps][micro-batches].
         """
@@ -116,7 +116,7 @@ class OrderBook:
         return end
 
     def _predict_alone(self, durations: Vector) -> Vector:
-        """Return when each order ends if no lane slows another down [tables, steps, orders]."""
+        """Return the seconds at which each order ends if no lane slows another down [tables, steps, orders]."""
         ends: Vector = np.maximum.reduceat(durations @ self._paths, self._begins, axis=2)
         return ends
 
@@ -128,10 +128,10 @@ class OrderBook:
         alone: Vector,
         work: Vector,
     ) -> OverlapCost | None:
-        """Return what overlap costs by a table; None if nothing.
+        """Return the cost of overlap by a table; None if overlap costs nothing.
 
-        *alone* is when each sample ends without contention [samples, orders], *work* what each kind of op takes
-        [samples, kinds].
+        *alone* are the seconds at which each sample ends without contention [samples, orders]. *work* are the seconds
+        of each kind of op [samples, kinds].
         """
         if not any(factor > 1.0 for factor in table.contention.values()):
             return None
@@ -148,7 +148,7 @@ class OrderBook:
 
 
 def _spread(samples: Sequence[Sequence[BatchFeatures]], count: int) -> list[Sequence[BatchFeatures]]:
-    """Return so many of *samples*, evenly spread over those with most tokens, whose overlap is worth most."""
+    """Return about *count* of *samples*, evenly spread over the larger two thirds, whose overlap is worth most."""
     largest = sorted(samples, key=lambda features: -sum(each.tokens for each in features))
     most = max(len(largest) * 2 // 3, 1)
     return largest[: most : max(most // count, 1)]

@@ -1,4 +1,4 @@
-"""The compute lanes on which a program's ops may be: a planner chooses among them."""
+"""The ways to place a program's ops on compute lanes. The planner chooses among them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Placements:
 
     Attributes:
         programs: the program by each placement, first without `side`; see `list_placements`.
-        can_use_side: whether there are ops for `side`, and costs that say how lanes that compute slow each other.
+        can_use_side: whether there are ops for `side`, and costs that say how much compute lanes slow each other down.
     """
 
     def __init__(self, program: Program, table: CostTable) -> None:
@@ -34,17 +34,19 @@ class Placements:
         return every if config.side == "auto" and self.can_use_side else every[:1]
 
     def allow_concurrent(self, config: RuntimeConfig) -> bool:
-        """Return whether a step may run its ops concurrently on `side`, also in one micro-batch."""
+        """Return whether a step may run ops concurrently on `side`, even as one micro-batch."""
         return self.programs[self.list_allowed(config)[-1]] is not self.programs[0]
 
 
 def list_placements(program: Program) -> tuple[Program, ...]:
-    """Return *program* with its ops placed in each way that is worth a prediction; only itself if none is for `side`.
+    """Return *program* in each placement that is worth a prediction; only *program* itself if it has no `side` ops.
 
-    The first has all ops that compute on `compute`, and the last those on `side` that the adapter declares there. In
-    between, each kind of these is alone on `side`; and if others may move there, they are there, too. Then both lanes
-    compute for a micro-batch of their own: one has the attention of one, the other the experts of another, as
-    CloudMatrix-Infer decodes (arXiv:2506.12708).
+    1. All ops that compute are on `compute`.
+    2. One placement for each kind of `side` op, if there are several: only that kind is on `side`.
+    3. If further ops may move to `side`, one placement has them there, too. Then each lane computes for a micro-batch
+       of its own: one lane the attention of one micro-batch, the other the experts of another. CloudMatrix-Infer
+       decodes in this way (arXiv:2506.12708).
+    4. All ops that the adapter declares on `side` are on `side`.
     """
     kinds = dict.fromkeys(op.name for op in program.ops if op.lane == SIDE)
     if not kinds:
@@ -55,8 +57,9 @@ def list_placements(program: Program) -> tuple[Program, ...]:
 
 
 def is_moved(program: Program) -> bool:
-    """Return whether ops have been moved to `side`: then the common policies are no measure of what a search finds.
+    """Return whether ops have been moved to `side`.
 
-    They let both micro-batches be in the same half of a layer.
+    If so, the common policies do not tell how fast an order a search finds: they let both micro-batches be in the same
+    half of a layer.
     """
     return any(op.may_move_to_side and op.lane == SIDE for op in program.ops)

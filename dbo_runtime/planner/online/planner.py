@@ -1,8 +1,8 @@
-"""The planner: whether to split a step, where, in which issue order and on which lanes, all by costs.
+"""The planner decides by costs: whether to split a step, where, in which issue order and on which lanes.
 
-Nothing is searched for, lowered or simulated inside a step. Issue orders and their critical paths are found when the
-planner is prepared, for all steps that the scheduler may put together. After that a decision multiplies a few small
-matrices, and is remembered for steps of its class.
+The planner does not search, lower or simulate inside a step. It finds issue orders and their critical paths when it is
+prepared, for all steps that the scheduler may put together. After that, a decision multiplies a few small matrices, and
+is remembered for steps of its class.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.online.step_memory import Remembered, StepClass, StepMemory
 
-MAX_MICRO_BATCHES = 3  # that `auto` tries: more add little if phases match, and each pays the fixed costs
-SEARCH_STATES = 40_000  # that each search for an order may visit: about a second
+MAX_MICRO_BATCHES = 3  # most that `auto` tries: more add little if phases match, and each pays the fixed costs
+SEARCH_STATES = 40_000  # states that each search for an order may visit: about a second
 
-SIZES_PER_OCTAVE = 5  # classes of steps by their tokens
-ATTENTION_SHARES = 6  # classes by attention's share of the time, from none to all
+SIZES_PER_OCTAVE = 5  # number of classes of steps for each doubling of their tokens
+ATTENTION_SHARES = 6  # number of classes by attention's share of the time, from none to all
 ALIKE = 0.015  # share of a step's time by which a remembered decision may be worse for another step of the class
 
 
@@ -61,7 +61,8 @@ class Planner:
     Args:
         program: ops of one micro-batch. Those on `side` run there only if that is predicted to pay.
         table: costs of the ops.
-        limits: largest steps to plan. Larger ones are planned, too, but predicted up to a few percent too short.
+        limits: largest steps to plan. Larger steps are planned, too, but their predicted times may be a few percent too
+            short.
         max_states: states that each search for an order may visit; see `search.find_order`.
         keeps_layers: whether no micro-batch may attend in a layer before all have attended in the one before it.
         shapes: steps to find orders for, in place of those within the limits.
@@ -99,12 +100,12 @@ class Planner:
 
     @property
     def unsplit_program(self) -> Program:
-        """The program of an unsplit step: as models run it, without a `side` lane."""
+        """The program of an unsplit step, which has no `side` lane, as a model itself runs it."""
         return self._placements.programs[0]
 
     @property
     def can_use_side(self) -> bool:
-        """Whether there are ops for `side`, and costs that say how lanes that compute slow each other."""
+        """Whether there are ops for `side`, and costs that say how much compute lanes slow each other down."""
         return self._placements.can_use_side
 
     @property
@@ -114,11 +115,11 @@ class Planner:
 
     @property
     def digest(self) -> str:
-        """Names the prepared orders: ranks with the same costs and digest predict the same."""
+        """A text that identifies the prepared orders. Ranks with the same costs and digest predict the same."""
         return ", ".join(book.digest for book in self._books.values())
 
     def prepare(self, config: RuntimeConfig) -> None:
-        """Find the orders for all steps under these settings, which takes a second or two; once for equal settings."""
+        """Find the orders for all steps under these settings; this takes a second or two, once for equal settings."""
         if config is self._config or config == self._config:
             return
         self._config = config
@@ -138,14 +139,15 @@ class Planner:
         self._books = {count: books[count] for count in wanted if count in books}
 
     def list_counts(self, config: RuntimeConfig) -> list[int]:
-        """Return the numbers of micro-batches to choose from; also one, if its ops may run concurrently on `side`."""
+        """Return the numbers of micro-batches to choose from; 1 is among them if ops may be concurrent on `side`."""
         return list_counts(config, self._placements)
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Return why no step of *tokens* tokens can gain; None if that depends on its requests.
 
-        No step can gain if all its communication, and the attention that a cut saves by not masking, take less than
-        the fixed costs that the compute lane pays for each micro-batch. A `side` lane may gain without any cut.
+        A split can save at most all communication, and the attention to masked pairs that a cut leaves out. No step can
+        gain if that is less than the fixed costs that the compute lane pays for each micro-batch. With a `side` lane, a
+        step may gain without any cut.
         """
         if self.can_use_side:
             return None
@@ -157,7 +159,7 @@ class Planner:
     def choose(self, batch: Batch, config: RuntimeConfig) -> SplitChoice | Decline:
         """Return how to split *batch*, or why not; `mode` and `margin` of the settings decide.
 
-        A step is cut, and predicted, in proportion to an earlier one of its class, if that suits it.
+        If an earlier decision for the class suits the step, the step is cut at the same shares of its tokens.
         """
         self.prepare(config)
         features = measure_batch(batch)
@@ -171,7 +173,7 @@ class Planner:
         return self.memory.check_measured(decision, config)
 
     def choose_data_parallel(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
-        """Return how all data parallel ranks split a step, or why not, from the *tokens* of each [ranks]."""
+        """Return how all data parallel ranks split a step, or why not, from the number of *tokens* of each [ranks]."""
         self.prepare(config)
         cuts = [cut for cut in list_shared_cuts(tokens, self.list_counts(config)) if len(cut.sizes) in self._books]
         return self.memory.check_measured(self._evaluate(BatchFeatures(max(tokens)), cuts, config), config)
@@ -186,10 +188,11 @@ class Planner:
         features = BatchFeatures(tokens)
         costs = [(self.table.ops[name], count) for name, count in self._counts.items()]
         hidden = sum(count * cost.time(features) for cost, count in costs if isinstance(cost, CommCost))
-        # What is new in one micro-batch is context in another.
+        # The tokens of one micro-batch are context for the next, so a cut turns pairs into context pairs.
         cheaper = max(self._density.pair - self._density.context_pair, 0.0)
         hidden += cheaper * tokens**2 / 2
-        paid = sum(count * cost.fixed for cost, count in costs if isinstance(cost, ComputeCost))  # others may be hidden
+        # Fixed costs of communication are left out, because they may be hidden.
+        paid = sum(count * cost.fixed for cost, count in costs if isinstance(cost, ComputeCost))
         paid += self.table.host.split - self.table.host.unsplit
         if hidden >= paid:
             return None
@@ -207,7 +210,7 @@ class Planner:
         )
 
     def _apply(self, remembered: Remembered, batch: Batch, features: BatchFeatures) -> SplitChoice | Decline | None:
-        """Return what was decided for an earlier step of the class for this one; None if it suits this one less."""
+        """Return the decision for an earlier step of the class, adapted to this one; None if it suits this one less."""
         decision, shares = remembered
         unsplit = self.predict_unsplit(features)
         if isinstance(decision, Decline):
@@ -234,15 +237,15 @@ class Planner:
         return select(options, features, config, self.memory)
 
     def _predict_unsplit(self, features: BatchFeatures) -> Vector:
-        """Return the seconds of an unsplit step by each table [tables]."""
+        """Return the seconds of an unsplit step, by each table [tables]."""
         ops = self._tables.sum_ops(np.array([features], dtype=np.float64))[:, 0]
         seconds: Vector = self.table.host.time_unsplit(ops, len(self.program.ops), features.tokens)
         return seconds * self.memory.correction.factor(UNSPLIT)
 
     def _predict_cuts(self, tokens: int, unsplit: Vector, cuts: Sequence[Cut]) -> list[SplitChoice]:
-        """Return a choice for each cut of *tokens* tokens and each order; *unsplit* are the seconds by each table.
+        """Return a choice for each cut of *tokens* tokens and each order.
 
-        All cuts are into equally many micro-batches.
+        *unsplit* are the seconds of the unsplit step by each table. All cuts are into equally many micro-batches.
         """
         count = len(cuts[0].features)
         book = self._books[count]

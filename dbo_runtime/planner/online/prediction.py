@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-REMAIN_SHARE_OF_MARGIN = 0.5  # the share of the margin that steps which are split already have to gain
+REMAIN_SHARE_OF_MARGIN = 0.5  # to stay split, steps have to gain this share of the margin
 
 
 class Prediction(NamedTuple):
     """The predicted time of a step.
 
     Attributes:
-        unsplit: seconds without a split.
-        split: seconds in *micro_batches* micro-batches.
-        micro_batches: their number.
-        worst_case: the gain if costs are wrong by their uncertainty, in the direction that is worst for splitting.
-        side_ops: names of the ops on the `side` lane. They are all that changes if there is one micro-batch.
+        unsplit: seconds of the unsplit step.
+        split: seconds of the split step.
+        micro_batches: number of micro-batches.
+        worst_case: gain if costs are wrong by their uncertainty, in the direction that is worst for splitting.
+        side_ops: names of the ops on the `side` lane. With one micro-batch, nothing else differs from the unsplit step.
     """
 
     unsplit: float
@@ -30,21 +30,24 @@ class Prediction(NamedTuple):
         return compute_gain(self.unsplit, self.split)
 
     def pays(self, margin: float) -> bool:
-        """Whether more than *margin* is gained, and nothing is lost in the worst case."""
+        """Return whether splitting gains more than *margin*, and loses nothing in the worst case."""
         return self.gain > margin and self.worst_case >= 0
 
     def still_pays(self, margin: float) -> bool:
-        """Whether steps that are split already stay split: they need half of the *margin*, and may lose as much."""
+        """Return whether steps that are split stay split.
+
+        They have to gain more than half of the *margin*, and may lose up to half of it in the worst case.
+        """
         share = margin * REMAIN_SHARE_OF_MARGIN
         return self.gain > share and self.worst_case >= -share
 
     @property
     def description(self) -> str:
-        """Such as `2 micro-batches`, or `1 micro-batch, keys concurrent`."""
+        """Text such as `2 micro-batches`, or `1 micro-batch, keys concurrent`."""
         return describe_split(self.micro_batches, self.side_ops)
 
     def __str__(self) -> str:
-        """Such as `12.10 ms unsplit, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
+        """Text such as `12.10 ms unsplit, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
         times = f"{self.unsplit * 1e3:.2f} ms unsplit, {self.split * 1e3:.2f} ms in {self.description}"
         return f"{times}: {_describe(self.gain)} ({_describe(self.worst_case)} if costs are off)"
 
@@ -55,7 +58,7 @@ def compute_gain(unsplit: float, split: float) -> float:
 
 
 def describe_split(micro_batches: int, side_ops: tuple[str, ...]) -> str:
-    """Return how a step is split: into how many micro-batches, and which ops are concurrent on `side`."""
+    """Return a text that says how many micro-batches a step has, and which ops are concurrent on `side`."""
     count = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     return f"{count}, {' and '.join(side_ops)} concurrent" if side_ops else count
 

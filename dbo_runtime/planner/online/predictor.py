@@ -1,4 +1,4 @@
-"""Predict steps, unsplit and split, from one table of costs; one simulation serves all similar batches."""
+"""Predict the time of steps, unsplit and split, from one table of costs. Similar batches share one simulation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dbo_runtime.planner.costs.op_times import OpTimes
 from dbo_runtime.planner.online.named_order import NamedOrder, compute_end
 from dbo_runtime.planner.online.simulation import predict_timeline
 
-BUCKETS_PER_OCTAVE = 8  # of batch features: one simulation serves a bucket
-MAX_SIMULATED = 4096  # simulations that are remembered
+BUCKETS_PER_OCTAVE = 8  # buckets of batch features; all batches of a bucket share one simulation
+MAX_SIMULATED = 4096  # number of simulations that are kept
 # Costs that every micro-batch pays in full.
 PAID_PER_MICRO_BATCH = frozenset({"fixed", "weights", "per_prefill", "per_context", "alpha"})
 
-DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong whose errors are not known
+DEFAULT_UNCERTAINTY = 0.2  # share by which costs may be wrong if their errors are not known
 MAX_UNCERTAINTY = 0.3
-# Factor by which compute or comm may be slower while the other one runs, where that is not known.
+# Factor by which `compute` or `comm` may be slower while the other one runs, if that is not known.
 DOUBTED_CONTENTION = 1.15
 
 Bucket = tuple[int, ...]
@@ -38,11 +38,11 @@ class Predictor:
     """Predicts steps of one program.
 
     Args:
-        program: of one micro-batch.
-        table: the costs of its ops.
+        program: ops of one micro-batch.
+        table: costs of the ops.
 
     Attributes:
-        simulated: ends of steps by the sum of their ops, by order and buckets.
+        simulated: end of a step divided by the sum of its ops, by order and buckets.
 
     Raises:
         ConfigError: if an op has no cost.
@@ -56,14 +56,14 @@ class Predictor:
         self.simulated: BoundedDict[tuple[str, tuple[Bucket, ...]], float] = BoundedDict(MAX_SIMULATED)
 
     def predict_unsplit(self, features: BatchFeatures) -> float:
-        """Return the seconds of an unsplit step: of its ops in sequence, or of issuing them if that is longer."""
+        """Return the seconds of an unsplit step: its ops one after another, or issuing them if that takes longer."""
         ops = self._times.sum(features)
         return self._table.host.time_unsplit(ops, len(self._program.ops), features.tokens)
 
     def predict_split(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
         """Return the seconds of a step split into micro-batches with these features, issued in this order.
 
-        It is simulated for the midpoints of their buckets, and scaled.
+        The step is simulated with the midpoints of the features' buckets. The result is scaled to the features.
         """
         shape = tuple(get_bucket(features, BUCKETS_PER_OCTAVE) for features in slice_features)
         if (ordered.name, shape) not in self.simulated:
@@ -75,7 +75,7 @@ class Predictor:
         return self._table.host.time_split(ratio * sum(map(self._times.sum, slice_features)), tokens)
 
     def simulate(self, schedule: Schedule, slice_features: Sequence[BatchFeatures]) -> Timeline:
-        """Return when each op would run."""
+        """Return the simulated timeline: when each op would run."""
         micro_batches = list(zip(schedule.programs, slice_features, strict=True))
         times = [self._table.times(program, features) for program, features in micro_batches]
         credits = [self._table.credits(program, features) for program, features in micro_batches]
@@ -83,7 +83,7 @@ class Predictor:
         return predict_timeline(schedule, cost, self._table.contention, self._table.host, credit)
 
     def simulate_end(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
-        """Return when the last op would end: from few layers where they reach a steady state, otherwise from all."""
+        """Return when the last op would end: from few layers if they reach a steady state, and otherwise from all."""
         if ordered.repeating is not None:
             end = ordered.repeating.extrapolate_end(self.simulate(ordered.repeating.schedule, slice_features))
             if end is not None:
@@ -94,13 +94,18 @@ class Predictor:
 def make_worst_cases(table: CostTable, share: float) -> tuple[CostTable, ...]:
     """Return the tables that are worst for splitting if costs are wrong by *share*.
 
-    A number x that is wrong by a share e may be anything between x / (1 + e) and x / (1 - e). The unsplit time is a sum
-    of such numbers, and the split time a longest path, which is convex in them. So the gain is concave, and minimal in
-    a corner of what is possible: where the costs that micro-batches divide are small, for they are what overlap hides,
-    and the costs paid per micro-batch are large on the busiest lane, and small on the other. Which lane is busiest
-    differs, and may change during the step: hence three corners. Two lanes that compute gain what they do not slow each
-    other by, so these factors are wrong, too. Where the contention of `compute` or `comm` is not known, it may be
-    `DOUBTED_CONTENTION`.
+    A number x that is wrong by a share e may be anything from x / (1 + e) to x / (1 - e). The unsplit time is a sum of
+    such numbers. The split time is a longest path, which is convex in them. So the gain is concave, and it is minimal
+    in a corner of the possible costs. In the worst corner
+
+    - the costs that micro-batches divide among them are small, because overlap hides these;
+    - the costs that each micro-batch pays in full are large on the busiest lane, and small on the other.
+
+    Which lane is the busiest differs between steps, and may change during a step. So there are three corners: the
+    busiest lane is `compute`, or `comm`, or both.
+
+    Two compute lanes gain less the more they slow each other down, so these factors are made worse, too. If the
+    contention of `compute` or `comm` is not known, it is taken as `DOUBTED_CONTENTION`.
     """
     communicates = any(isinstance(cost, CommCost) for cost in table.ops.values())
     doubted = dict.fromkeys((COMPUTE, COMM) if communicates else (), DOUBTED_CONTENTION)
@@ -130,7 +135,7 @@ def compute_midpoint(bucket: Bucket, per_octave: int) -> BatchFeatures:
 
 
 def _worsen(cost: OpCost, share: float, is_busiest: bool) -> OpCost:
-    """Return a cost that is wrong by *share*; what each micro-batch pays is larger on the busiest lane."""
+    """Return a cost that is wrong by *share*. Only what each micro-batch pays in full on the busiest lane is larger."""
     per_micro_batch = 1 / (1 - share) if is_busiest else 1 / (1 + share)
     divided = 1 / (1 + share)
     factors = {
@@ -152,6 +157,6 @@ def _look_up(times: Sequence[Sequence[float]], instruction: Instruction) -> floa
 def get_uncertainty(table: CostTable) -> float:
     """Return the share by which all costs may be wrong at once: the median error of their fits, up to a maximum.
 
-    A single op may be off by more; but predictions are sums over several kinds of op, whose errors cancel in part.
+    A single op may be wrong by more. But predictions are sums over several kinds of op, whose errors partly cancel.
     """
     return min(median(table.errors.values()), MAX_UNCERTAINTY) if table.errors else DEFAULT_UNCERTAINTY

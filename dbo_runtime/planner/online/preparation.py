@@ -1,4 +1,4 @@
-"""Prepare the issue orders that serving chooses from: search where the known ones may be far from the best."""
+"""Prepare the issue orders that serving chooses from. Search where known orders may be far from the best."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dbo_runtime.planner.online.placements import is_moved
 from dbo_runtime.planner.online.predictor import Predictor
 
 SEQUENTIAL = ("sequential", 0)
-PREPARED_LEADS = 2  # of the staggered orders: longer leads are for what a search finds
-MAX_SEARCHES = 4  # for each number of micro-batches, by all placements
-COMPARED_SAMPLES = 4  # to tell which placement is best
-SEARCHED_GAP = 0.01  # share by which a step has to take longer than a bound says for a search to be worthwhile
-USEFUL_GAIN = 1e-3  # share of some step's time that an order has to save to be kept
-UNEVEN_SHARES = (0.03, 0.3)  # of the time of a large micro-batch that a small one takes
-UNEVEN_STRIDE = 4  # one in so many samples stands for steps that are cut unevenly
-SHORTEST_STEP = 1e-12  # seconds: so that there are ratios of steps whose ops cost nothing
+PREPARED_LEADS = 2  # number of leads of the prepared staggered orders; searches find orders with longer leads
+MAX_SEARCHES = 4  # searches for each number of micro-batches, all placements together
+COMPARED_SAMPLES = 4  # samples that tell which placement is best
+SEARCHED_GAP = 0.01  # search for a step if it takes longer than its lower bound by more than this share
+USEFUL_GAIN = 1e-3  # an order is kept if it saves this share of some step's time
+UNEVEN_SHARES = (0.03, 0.3)  # time of a small micro-batch, as a share of the time of a large one
+UNEVEN_STRIDE = 4  # one in so many samples is also taken as a step that is cut unevenly
+SHORTEST_STEP = 1e-12  # seconds of a step, at least, so that steps whose ops cost nothing have ratios
 
 Samples = Sequence[Sequence[BatchFeatures]]
-"""Features of each micro-batch of steps that stand for all [steps][micro-batches]."""
+"""Features of each micro-batch, for steps that represent all steps [steps][micro-batches]."""
 
 
 class Preparation:
     """Prepares the issue orders of one program.
 
     Args:
-        placements: the program with its ops on different lanes, first without `side`; see `list_placements`.
-        tables: the costs to predict by, first the expected ones.
-        max_states: that each search may visit.
+        placements: program by each placement, first without `side`; see `list_placements`.
+        tables: costs to predict by, the expected ones first.
+        max_states: states that each search may visit.
         keeps_layers: see `Candidates`.
     """
 
@@ -54,9 +54,9 @@ class Preparation:
     def make_book(self, samples: Samples, allowed: Sequence[int], config: RuntimeConfig) -> OrderBook:
         """Make the book of the orders for steps like *samples*.
 
-        Orders come from the policy of the settings, or from searches if it is `optimal`. *allowed* are the numbers of
-        the placements to choose from: the first, of the others the one that is best for most samples, and those with
-        moved ops are prepared.
+        Orders follow the policy of the settings; with `optimal`, they come from the common policies and from searches.
+        *allowed* are the numbers of the placements to choose from. Orders are prepared for the first of them, for the
+        best of the others, and for those with moved ops.
         """
         steps = _Steps(self._placements[0], self._tables, samples)
         chosen = self._choose_placements(allowed, steps, config)
@@ -68,7 +68,7 @@ class Preparation:
         return OrderBook(self._placements[-1], [option.prepared for option in options], self._tables, samples)
 
     def _choose_placements(self, allowed: Sequence[int], steps: _Steps, config: RuntimeConfig) -> list[int]:
-        """Return the first placement, of the others the best one under the policy, and those with moved ops."""
+        """Return the first placement, the best of the others under the policy, and those with moved ops."""
         first, *others = allowed
         if len(others) <= 1:
             return [first, *others]
@@ -82,9 +82,9 @@ class Preparation:
         return self._candidates[number].make_policy(*policy, micro_batches)
 
     def _search(self, number: int, steps: _Steps, searches: int) -> list[_Option]:
-        """Return the useful ones of common policies and of the orders that searches find, by one placement.
+        """Return the useful orders of one placement, out of the common policies' and those that searches find.
 
-        Each search is for the sample whose best known order is farthest from a bound.
+        Each search is for the sample whose best known order is farthest from a lower bound.
         """
         candidates, program = self._candidates[number], self._placements[number]
         policies = candidates.list_policies(steps.micro_batches, PREPARED_LEADS)
@@ -96,7 +96,7 @@ class Preparation:
             if gaps.max() <= SEARCHED_GAP:
                 break
             sample = int(gaps.argmax())
-            bounds[sample] = np.inf  # it is searched for once
+            bounds[sample] = np.inf  # so that it is searched for only once
             found = candidates.find(steps.compute_times(program, sample))
             if found is not None and found.name not in names:
                 names.add(found.name)
@@ -105,14 +105,14 @@ class Preparation:
 
 
 class _Option(NamedTuple):
-    """An order, and when it ends for each sample, without contention [samples]."""
+    """An order, and the seconds at which it ends for each sample, without contention [samples]."""
 
     prepared: PreparedOrder
     ends: Vector
 
 
 class _Steps:
-    """The samples, with what their ops take."""
+    """The samples, with the durations of their ops."""
 
     def __init__(self, program: Program, tables: DurationTables, samples: Samples) -> None:
         self.micro_batches = len(samples[0])
@@ -120,7 +120,7 @@ class _Steps:
         self._tables = tables
         self._layout = DurationLayout(program, self.micro_batches)
         durations = tables.compute_durations(stack_features(samples))
-        self._durations = np.concatenate(  # as expected, in the worst case, and cut unevenly
+        self._durations = np.concatenate(  # expected costs, a worst case, and uneven cuts
             [durations[0], durations[-1], *self._make_uneven(durations[0, ::UNEVEN_STRIDE])]
         )
         self._work = tables.compute_work(durations[0])
@@ -134,7 +134,7 @@ class _Steps:
         return _Option(PreparedOrder(order, list_different(paths)), ends)
 
     def _make_uneven(self, durations: Vector) -> Iterator[Vector]:
-        """Yield *durations* of steps in which one micro-batch is small, or all others: requests may allow no other."""
+        """Yield *durations* of steps with one small or one large micro-batch: requests may allow no other cut."""
         if self.micro_batches == 1:
             return
         kinds = len(self._layout.names)
@@ -147,12 +147,12 @@ class _Steps:
             yield from (durations * small, durations * large)
 
     def estimate(self, order: NamedOrder) -> float:
-        """Return how long steps take by an order, as a mean of logarithms over a few samples."""
+        """Return how long steps take by an order, as a sum of logarithms over a few samples."""
         few = self._samples[:: max(len(self._samples) // COMPARED_SAMPLES, 1)]
         return sum(math.log(max(self._predictor.simulate_end(order, features), SHORTEST_STEP)) for features in few)
 
     def estimate_bounds(self, program: Program) -> Vector:
-        """Return seconds that hardly any order can beat [samples]: of the busiest lane, or of one micro-batch alone."""
+        """Return the seconds of the busiest lane, or of one micro-batch alone: hardly any order is faster [samples]."""
         lanes = {op.name: op.lane for op in program.ops}
         lane_of = np.array([lanes[name] for name in self._layout.names] * self.micro_batches)
         on_lanes = [self._work[:, lane_of == lane].sum(axis=1) for lane in program.lanes]
@@ -166,7 +166,7 @@ class _Steps:
 
 
 def list_useful(options: Sequence[_Option]) -> list[_Option]:
-    """Return as few options as needed for no sample to take noticeably longer than by the best of all."""
+    """Return a few options that are enough: no sample takes noticeably longer by them than by the best of all."""
     best = np.min([option.ends for option in options], axis=0)
     rest = sorted(options, key=lambda option: sum(map(math.log, option.ends)))
     kept = [rest.pop(0)]

@@ -1,4 +1,4 @@
-"""The best of the predicted ways to split a step, or none."""
+"""Select the best of the predicted ways to split a step, or none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dbo_runtime.planner.online.predictor import BUCKETS_PER_OCTAVE, get_bucket
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.online.step_memory import StepMemory, can_compare
 
-# A predicted gain may miss the margin by so much, and the split is tried nevertheless: costs and their correction may
-# be far off. A trial that is predicted to lose much waits for credit.
+# A split is tried even if its predicted gain misses the margin by up to this share: costs and their correction may be
+# far off. A trial that is predicted to lose much waits for credit.
 TRIED_BELOW_MARGIN = 0.5
 
 
@@ -24,7 +24,7 @@ def select(
 ) -> SplitChoice | Decline:
     """Return the fastest of *options* that pays, for a step with these features.
 
-    If none pays, but the fastest may do so nevertheless, return that one with a doubt.
+    If none pays by prediction, but the fastest may pay nevertheless, return the fastest with a doubt.
     """
     ranked = sorted((choice for choice in options if choice.changes), key=lambda choice: choice.prediction.split)
     if not ranked:
@@ -32,7 +32,7 @@ def select(
     if config.mode == "always":
         return next((choice for choice in ranked if choice.prediction.micro_batches > 1), ranked[0])
     bucket = get_bucket(features, BUCKETS_PER_OCTAVE)
-    for choice in ranked:  # the fastest may lose in the worst case where a slower one does not
+    for choice in ranked:  # in the worst case, the fastest may lose where a slower one does not
         if memory.is_split(bucket, choice.prediction, config.margin):
             return replace(choice, trial_class=get_trial_class(features, choice.prediction, config.policy))
     fastest = ranked[0]

@@ -1,7 +1,7 @@
-"""When each op of a schedule will run, with all that the costs know: contention, and the host that issues.
+"""Predict when each op of a schedule will run, by all costs: contention and the issuing host included.
 
-The search for an order assumes that ops take what they take and that the host is never late. What it finds is judged
-here, where neither is assumed.
+The search for an order assumes that the time of an op depends on nothing else that runs, and that the host is never
+late. The simulation here assumes neither. It judges the orders that a search finds.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def predict_timeline(
 ) -> Timeline:
     """Return when each op of *schedule* will run if it takes *duration* seconds by itself; no op is run.
 
-    *duration* holds for a lane that has been idle. An op takes up to *credit* seconds more on one that has not: for
-    each second that the lane has been idle, one less. None means no credit.
+    An op takes *duration* on a lane that has been idle. On a busy lane it takes up to *credit* seconds more: *credit*
+    minus the seconds that the lane has been idle. None means no credit.
 
-    While another lane runs, too, a lane is slower by its factor of *contention* (1 if not given); see `CostTable`. The
-    host takes `host.issue` seconds for each instruction; if it `computes`, it issues nothing while an op is on the
-    compute lane, or waits to be. It does not go on either before a `host_sync` instruction has started. An op that
-    waits for others starts `host.handover` seconds after the last of them at the earliest.
+    While another lane also runs, a lane is slower by its factor of *contention* (1 if not given); see `CostTable`. The
+    host takes `host.issue` seconds for each instruction. If the host `computes`, it issues nothing while an op runs on
+    the compute lane, or waits to run there. After a `host_sync` instruction, it goes on only when that has started. An
+    op that waits for others starts at least `host.handover` seconds after the last of them.
 
-    Without contention, and with a host that does not compute, this is `devices.virtual.simulate`.
+    Without contention, and with a host that does not compute, this is the same as `devices.virtual.simulate`.
 
     Raises:
         ScheduleError: if instructions wait for each other.
@@ -64,7 +64,7 @@ def _add_credit(duration: OpDuration, credit: OpDuration | None) -> Callable[[in
 
 
 def _make_slowdown(lanes: Sequence[str], contention: Mapping[str, float]) -> Callable[[str, Collection[str]], float]:
-    """Make the function from a lane, and those that run, to the greatest of its factors."""
+    """Make the function that returns a lane's slowdown: the greatest factor by any of the running lanes."""
     factors = {
         lane: {other: contention.get(f"{lane}/{other}", contention.get(lane, 1.0)) for other in lanes} for lane in lanes
     }

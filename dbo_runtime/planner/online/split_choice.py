@@ -1,4 +1,4 @@
-"""How a step is split, by costs: the one noun for what the planner decides."""
+"""How to split a step: the result of a decision of the planner."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SplitChoice:
     Attributes:
         order: issue order.
         prediction: predicted times of the step.
-        cut: offsets and features of the micro-batches.
-        trial_class: class of the step, if its time is compared with that of unsplit ones; see `AbTrials`.
-        doubt: reason for which the prediction alone would leave the step unsplit; None if it would not.
+        cut: slices and features of the micro-batches.
+        trial_class: class of the step in A/B trials (see `AbTrials`); None if its time is not compared.
+        doubt: reason for which the prediction alone would leave the step unsplit; None if it would split it.
     """
 
     order: NamedOrder
@@ -33,15 +33,15 @@ class SplitChoice:
 
     @property
     def slices(self) -> tuple[BatchSlice, ...]:
-        """One slice a micro-batch; none where each data parallel rank has slices of its own."""
+        """One slice for each micro-batch; empty if each data parallel rank has slices of its own."""
         return self.cut.slices
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; none without such ranks."""
+        """Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without such ranks."""
         return self.cut.sizes
 
     @property
     def changes(self) -> bool:
-        """Whether it differs from the unsplit step with all ops on the lanes on which a model runs them."""
+        """Whether the choice differs from the unsplit step as the model itself runs it."""
         return self.prediction.micro_batches > 1 or SIDE in self.order.programs[0].lanes

@@ -1,7 +1,7 @@
-"""The planner's memory of classes of steps: what was decided for them, and what they measured.
+"""The planner's memory of classes of steps: the decisions for them, and their measured times.
 
-Everything here follows from the questions that were asked and the proposals that were applied. So ranks that ask the
-same questions, and apply the same proposals, remember the same.
+The memory depends only on the questions that were asked and the proposals that were applied. So ranks that ask the same
+questions, and apply the same proposals, remember the same.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dbo_runtime.planner.online.prediction import Prediction
 from dbo_runtime.planner.online.predictor import Bucket
 from dbo_runtime.planner.online.split_choice import SplitChoice
 
-MAX_CLASSES = 4096  # of steps, by each key
-MAX_DECISIONS = 4  # of a class: its requests end in different places, so not every cut suits every step
-NOTICEABLE_LOG = 0.005  # of a factor of the correction: decisions do not follow smaller changes at once
+MAX_CLASSES = 4096  # classes of steps that each part of the memory keeps
+MAX_DECISIONS = 4  # decisions of a class: requests end in different places, so not every cut suits every step
+NOTICEABLE_LOG = 0.005  # change of a factor's logarithm that makes earlier decisions void; smaller ones do not
 
 
 class StepClass(NamedTuple):
-    """The key of decisions: steps of one class are decided alike.
+    """The class of a step. Steps of one class are decided alike.
 
     Attributes:
         size: number of tokens, in coarse units.
-        attention: attention's share of the time, in coarse units.
+        attention: share of the time that attention takes, in coarse units.
         prefills: whether there are prefills.
         several: whether there is more than one prefill.
         cuttable: whether requests may be cut inside.
@@ -60,7 +60,7 @@ class Remembered(NamedTuple):
 
 
 class StepMemory:
-    """Remembers decisions and measurements by the class of step.
+    """Remembers decisions and measured times by class of step.
 
     Attributes:
         correction: factors by which measured steps differ from predicted ones.
@@ -77,25 +77,24 @@ class StepMemory:
         self._split: BoundedDict[tuple[Bucket, int], None] = BoundedDict(MAX_CLASSES)
 
     def forget(self) -> None:
-        """Forget what measured steps taught, and all decisions."""
+        """Forget everything that was learned from measured steps, and all decisions."""
         self.correction, self.trials = Correction(), AbTrials()
         self._decided_by = [0.0, 0.0]
         self._decided.clear()
         self._split.clear()
 
     def forget_decisions(self) -> None:
-        """Forget decisions: other settings may lead to others."""
+        """Forget decisions, because other settings may lead to others."""
         self._decided.clear()
 
     def recall(self, step_class: StepClass) -> tuple[Remembered, ...]:
-        """Return the decisions for a class, those that gain most first."""
+        """Return the decisions for a class; those that gain most come first."""
         return self._decided.get(step_class, ())
 
     def keep(self, step_class: StepClass, decision: SplitChoice | Decline, batch: Batch) -> None:
-        """Keep what was decided for *batch*, unless it may not hold for other steps of the class.
+        """Keep the decision for *batch*, unless it may not hold for other steps of the class.
 
-        The decision that gains least is dropped if there are too many: others are for steps that those before do not
-        suit.
+        If there are too many decisions, the one that gains least is dropped.
         """
         slices = () if isinstance(decision, Decline) else decision.slices[1:]
         if isinstance(decision, Decline) and not holds_for_class(decision, batch):
@@ -104,9 +103,9 @@ class StepMemory:
         self._decided[step_class] = add_decision(self.recall(step_class), Remembered(decision, shares))
 
     def is_split(self, bucket: Bucket, prediction: Prediction, margin: float) -> bool:
-        """Return whether to split a step of this bucket, and remember it.
+        """Return whether to split a step of this bucket, and remember the answer.
 
-        Hysteresis keeps decisions from flickering: steps are split once they gain more than the *margin*, and stay
+        A hysteresis keeps decisions from flickering: steps are split once they gain more than the *margin*, and stay
         split until the gain falls below half of it.
         """
         key = bucket, prediction.micro_batches
@@ -117,7 +116,7 @@ class StepMemory:
         return False
 
     def check_measured(self, decision: SplitChoice | Decline, config: RuntimeConfig) -> SplitChoice | Decline:
-        """Return a decision by prediction, or what measured steps of its class say against it."""
+        """Return a decision by prediction, or a decline if an A/B trial of its class stands against it."""
         if isinstance(decision, Decline) or decision.trial_class is None:
             return decision
         if not can_compare(decision, config):
@@ -135,11 +134,11 @@ class StepMemory:
             self.trials.observe(trial_class, mode, uncorrected, measured)
 
     def propose(self) -> tuple[dict[str, float], Proposal]:
-        """Return what this rank has learnt since ranks last exchanged it."""
+        """Return what this rank has learned since ranks last exchanged it."""
         return self.correction.propose(), self.trials.propose()
 
     def apply(self, proposals: Sequence[tuple[dict[str, float], Sequence[Any]]]) -> None:
-        """Apply the proposals of all ranks [ranks]. Forget decisions once the factors behind them differ noticeably."""
+        """Apply the proposals of all ranks [ranks]. If factors have changed noticeably, forget decisions by the old."""
         self.trials.apply([Proposal(*measured) for _, measured in proposals])
         self.correction.apply([errors for errors, _ in proposals])
         logs = [math.log(self.correction.factor(mode)) for mode in (UNSPLIT, SPLIT)]
@@ -149,7 +148,7 @@ class StepMemory:
 
     @property
     def sizes_and_capacities(self) -> dict[str, tuple[int, int]]:
-        """Number of entries of each part, and the most that it keeps."""
+        """Number of entries of each part of the memory, and the most that it keeps."""
         return {
             "decisions": (len(self._decided), self._decided.max_size),
             "split classes": (len(self._split), self._split.max_size),
@@ -159,20 +158,24 @@ class StepMemory:
 
 
 def add_decision(known: Sequence[Remembered], new: Remembered) -> tuple[Remembered, ...]:
-    """Return the decisions for a class with a *new* one, those that gain most first. *known* are in that order, too."""
+    """Return the *known* decisions for a class with a *new* one. Both are in one order: those that gain most first."""
     return tuple(sorted((*known[: MAX_DECISIONS - 1], new), key=lambda each: each.ratio))
 
 
 def holds_for_class(decline: Decline, batch: Batch) -> bool:
-    """Return whether all steps of the class of *batch* are declined, wherever their requests begin and end."""
+    """Return whether a decline holds for all steps of the class of *batch*, wherever their requests begin and end."""
     return batch.cuttable and (decline.expected is not None or batch.tokens == 1)
 
 
 def can_compare(choice: SplitChoice, config: RuntimeConfig) -> bool:
     """Return whether split steps may be compared with unsplit ones.
 
-    Costs of nothing have no ratio. Where the settings force ops onto `side`, steps that are not split run them
-    concurrently: no step runs unsplit, and nothing is predicted for it.
+    They may not in three cases:
+
+    - The settings turn A/B trials off (`DBO_PROBATION`).
+    - The predicted time is 0, so measured times cannot be divided by it.
+    - The settings force ops onto `side`. Steps that are not split then run these ops concurrently. No step runs
+      unsplit, and there is no prediction for such a step.
     """
     is_forced = config.side == "on" and SIDE in choice.order.programs[0].lanes
     return config.probation and choice.prediction.split > 0 and not is_forced

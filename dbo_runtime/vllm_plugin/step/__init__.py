@@ -1,1 +1,1 @@
-"""The forward of a served model, and the decision whether a step is split."""
+"""The forward of a served model, and the decision whether to split a step."""

@@ -1,4 +1,4 @@
-"""The arguments of a forward, for one that runs several times, or piece by piece."""
+"""The arguments of a forward, which may run several times, or one micro-batch after another."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class StepArguments(NamedTuple):
     """The arguments with which vLLM calls a model's forward.
 
     Attributes:
-        input_ids: token ids [tokens]; None where embeddings are given, and on later stages.
+        input_ids: token ids [tokens]; None if embeddings are given, and on later stages.
         positions: positions [tokens], or [3, tokens] with M-RoPE.
         intermediate_tensors: results of the stage before, each [tokens, ...]; None on the first stage.
-        inputs_embeds: embedded tokens [tokens, hidden]; None if the forward embeds.
+        inputs_embeds: embedded tokens [tokens, hidden]; None if the forward embeds the token ids.
         further: all other arguments, by name.
     """
 
@@ -36,7 +36,7 @@ class StepArguments(NamedTuple):
         return int(self.positions.shape[-1])
 
     def check_further(self) -> Decline | None:
-        """Return why a step with further arguments is not split, or None: programs do not take them."""
+        """Return why a step with further arguments is not split, or None. Programs do not take such arguments."""
         if not self.further:
             return None
         return Decline("unknown arguments of forward()", ", ".join(sorted(self.further)))
@@ -53,7 +53,7 @@ class StepArguments(NamedTuple):
         return forward(self.input_ids, self.positions, self.intermediate_tensors, self.inputs_embeds, **self.further)
 
     def copy(self) -> StepArguments:
-        """Return arguments that a forward may overwrite: norms may add in place."""
+        """Return a copy that a forward may overwrite, because norms may add in place."""
         embeds = None if self.inputs_embeds is None else self.inputs_embeds.clone()
         return self._replace(inputs_embeds=embeds, intermediate_tensors=copy_tensors(self.intermediate_tensors))
 
@@ -72,7 +72,7 @@ class StepArguments(NamedTuple):
         )
 
     def cut(self, piece: BatchSlice) -> StepArguments:
-        """Return the arguments for a slice of the tokens."""
+        """Return the arguments for the tokens of one slice."""
         ids, positions, given, embeds, further = self
         return StepArguments(
             None if ids is None else ids[piece.tokens],
@@ -88,8 +88,8 @@ def _repeat_last(rows: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def join_results(pieces: Sequence[Results]) -> Results:
-    """Return the result of a forward from those of pieces of its tokens, in their order."""
-    first, given = pieces[0], list[Any](pieces)  # all are like the first
+    """Return the result of a forward, joined from the results of its micro-batches, in their order."""
+    first, given = pieces[0], list[Any](pieces)  # all have the type of the first
     if isinstance(first, IntermediateTensors):
         return IntermediateTensors({name: torch.cat([piece[name] for piece in given]) for name in first.tensors})
     if isinstance(first, tuple):

@@ -1,4 +1,4 @@
-"""Compares split steps with unsplit ones: each step under DBO_CHECK, and first steps."""
+"""Compare split steps with unsplit ones: every step under DBO_CHECK, and otherwise first steps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class StepComparison:
-    """Compares split steps with the same steps run again. All ranks find what any of them finds.
+    """Compares split steps with the same steps, run again. All ranks find a difference if any of them finds one.
 
     Args:
         agreement: agreement of all ranks that communicate in a step.
         decider: decides the steps; it has the first steps to compare.
-        may_diverge: whether rounding alone may lead a step elsewhere, and the micro-batches may run again one by one;
-            see `api.features`.
+        may_diverge: whether rounding alone may change a step's choice of experts or keys (see `api.features`). A step
+            that differs is then also compared with its micro-batches, run one after another.
         lora: adapters of each token; None without LoRA.
     """
 
@@ -44,13 +44,13 @@ class StepComparison:
         self._lora = lora
 
     def copy_for(self, decider: StepDecider) -> StepComparison:
-        """Return a comparison of the steps of another decider."""
+        """Return a comparison for the steps of another decider."""
         return StepComparison(self._agreement, decider, self._may_diverge, self._lora)
 
     def check(self, decision: StepDecision, is_checked: bool) -> tuple[StepDecision, bool]:
-        """Return the decision, and whether its step is to be compared. Collective where it is.
+        """Return the decision, and whether its step is to be compared. Collective if it is.
 
-        Under DBO_CHECK (*is_checked*) ranks compare each decision. Where the contexts of micro-batches do not fit a
+        Under DBO_CHECK (*is_checked*), ranks compare every decision. If the contexts of micro-batches do not fit a
         first step, nothing is split any more.
 
         Raises:
@@ -72,7 +72,9 @@ class StepComparison:
         return (decision, True) if failure is None else (decline(failure), False)
 
     def conclude(self, results: Results, repetition: Repetition, decision: StepDecision, is_checked: bool) -> Results:
-        """Return the results to go on with, of a split step that ran: after a first step, the unsplit ones. Collective.
+        """Compare a split step that has run; return the results to go on with. Collective.
+
+        After a first step, these are the results of the unsplit run.
 
         Raises:
             SplitError: under DBO_CHECK (*is_checked*), if a split step differs.
@@ -96,10 +98,11 @@ class StepComparison:
         plan: ExecutionPlan,
         make_context: Callable[[int], ForwardContext],
     ) -> tuple[str, Results]:
-        """Return how the results of a split step differ from right ones, on any rank, and the unsplit results.
+        """Return how the results of a split step differ from correct ones, on any rank, and the unsplit results.
 
-        Where rounding alone may lead a step elsewhere, what its pieces give one after the other, in steps of their own,
-        is as right as what they give at once. *make_context* makes the context of a piece, by number. Collective.
+        With `may_diverge`, there are two correct results: that of the unsplit step, and that of its micro-batches, run
+        one after another in steps of their own. *make_context* makes the context of a micro-batch, by number.
+        Collective.
         """
         known = count_tokens(get_forward_context(), repetition.arguments.positions.shape[-1])
         split, unsplit = name_results(results, known), repetition.run_unsplit()

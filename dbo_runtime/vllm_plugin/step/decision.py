@@ -1,4 +1,4 @@
-"""The decision about a step that serves: a plan with the forward contexts of its micro-batches, or a decline."""
+"""The decision about a step of serving: a plan with the forward contexts of its micro-batches, or a decline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 Sizes = tuple[tuple[int, ...], ...]
-"""Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]."""
+"""Number of tokens of every data parallel rank in each micro-batch [micro-batches][ranks]."""
 
 
 class StepDecider:
@@ -42,19 +42,20 @@ class StepDecider:
         runtime: makes plans.
         splitter: makes the forward contexts of micro-batches.
         agreement: agreement of all ranks that communicate in a step.
-        transport: way in which they communicate; see `Platform.get_transport`.
+        transport: way in which these ranks communicate; see `Platform.get_transport`.
         rank: number of this process among the data parallel ranks that exchange tokens; None without them.
 
     Attributes:
         runtime: makes plans.
         local: plans on this rank.
         warm_up: decides steps before serving.
-        first_steps: compares first steps; None where that is not needed.
-        refusal: reason not to split any step, found before serving; None if steps are split.
-        declines: declines of earlier steps, which further ones repeat.
-        choose_cuts: chooses the cuts of a batch, whatever the settings say; None for the settings.
-        choose_sizes: the same where data parallel ranks share a step.
-        decode_len: longest query that is a decode, in batches whose decodes have no drafts; None for the batch's own.
+        first_steps: counts the first steps, which are compared; None if none are.
+        refusal: reason not to split any step, found before serving; None if steps may be split.
+        declines: declines of earlier steps, which further steps repeat.
+        choose_cuts: chooses the cuts of a batch, whatever the settings say; None to follow the settings.
+        choose_sizes: chooses the sizes of micro-batches on all data parallel ranks, likewise.
+        decode_len: longest query that counts as a decode, for batches whose decodes have no drafts; None for the
+            batch's own.
         has_layer_hooks: whether a KV connector has layer hooks that do something.
     """
 
@@ -82,7 +83,7 @@ class StepDecider:
         self._transport = transport
 
     def copy_for(self, runtime: MicroBatchRuntime, group: GroupCoordinator) -> StepDecider:
-        """Return a decider of the same model's steps with another runtime: nothing is agreed on, or to be compared."""
+        """Return a decider for the same model with another runtime. It has no agreements, and compares no steps."""
         own = StepDecider(runtime, self._splitter, self._agreement.copy_for(group), self._transport, self.rank)
         own.refusal = self.refusal
         return own
@@ -102,8 +103,8 @@ class StepDecider:
     def decide(self, tokens: int, unsupported: Decline | None = None) -> StepDecision:
         """Decide a step of *tokens* tokens on this rank.
 
-        The checks, in order: reasons that all ranks share, so that all decline without asking each other; reasons that
-        only this rank knows; and the agreement of all ranks. An unsplit step may still run ops concurrently.
+        It checks, in this order: reasons that all ranks share, so that they decline without asking each other; reasons
+        that only this rank knows; and the agreement of all ranks. An unsplit step may still run ops concurrently.
 
         Args:
             tokens: number of tokens of this rank.
@@ -125,7 +126,7 @@ class StepDecider:
         return decision._replace(step_class=name_class(decision.plan, of_ranks))
 
     def find_first_steps(self, decision: StepDecision) -> FirstSteps | None:
-        """Return the comparison of first steps, if this step is one that is still to be compared."""
+        """Return the first steps, if this step is one of them and still to be compared; otherwise None."""
         if self.first_steps is None or decision.step_class is None or not self.first_steps.takes(decision.step_class):
             return None
         return self.first_steps
@@ -133,15 +134,16 @@ class StepDecider:
     def make_own_context(
         self, contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice], number: int
     ) -> ForwardContext:
-        """Return a forward context in which the model's own forward runs a slice, made for it alone.
+        """Return a new forward context, in which the model's own forward runs one micro-batch.
 
         Args:
-            contexts: of all slices, which have been used; from them are the tokens of other data parallel ranks.
-            slices: of the step.
-            number: of the slice.
+            contexts: used forward contexts of all micro-batches. They hold the numbers of tokens of other data parallel
+                ranks.
+            slices: slices of the step.
+            number: number of the micro-batch.
 
         Raises:
-            SplitError: if it cannot be made again.
+            SplitError: if the context cannot be made again.
         """
         sizes = [c.dp_metadata.num_tokens_across_dp_cpu.tolist() for c in contexts if c.dp_metadata is not None]
         parts = self._splitter.split(get_forward_context(), slices, sizes, only=number)
@@ -153,8 +155,8 @@ class StepDecider:
     def find_permanent_decline(self) -> Decline | None:
         """Return why no further step is split, if settings, costs and the layout of ranks alone prevent it.
 
-        It is equal on all ranks. There is none while ranks compare their decisions (DBO_CHECK), nor where unsplit steps
-        run ops concurrently.
+        It is equal on all ranks. It is None while ranks compare their decisions (DBO_CHECK), and if unsplit steps run
+        ops concurrently.
         """
         runtime, refusal = self.runtime, self._find_refusal()
         if refusal is not None:
@@ -165,14 +167,15 @@ class StepDecider:
         return OFF if runtime.config.mode == "off" else runtime.check_transport(self._transport)
 
     def _find_refusal(self) -> Decline | None:
-        """Return why no step is split whatever the settings: ops fail, or give other results; alike on all ranks."""
+        """Return why no step is split, whatever the settings: ops fail, or give other results. Equal on all ranks."""
         return self.refusal or (None if self.first_steps is None else self.first_steps.failure)
 
     def _decide_split(self, step: ServedStep) -> StepDecision:
         """Decide whether to split a served step, and where.
 
-        Without data parallel ranks the batch is the same on all ranks, so all decline alike. With them, what this rank
-        alone knows cannot stop the step here: the other ranks communicate as was decided, so it is put to the vote.
+        Without data parallel ranks, all ranks have the same batch, so all decline alike. With them, a rank cannot
+        decline alone for a reason that only it knows, because the others would communicate as decided. So all ranks
+        vote on it.
         """
         context, tokens = step.context, step.tokens
         shared = self._check_early(context, tokens) if self.rank is None else self._decide_data_parallel(context)
@@ -199,7 +202,7 @@ class StepDecider:
         return self.local.add_contexts(context, plan, () if shared is None else shared.sizes)
 
     def _check_early(self, context: ForwardContext, tokens: int) -> Decline | None:
-        """Decline a step before its batch is read, by its size or as before. Chosen cuts are never declined here."""
+        """Decline a step before its batch is read: by its size, or like an earlier step. Never decline chosen cuts."""
         runtime = self.runtime
         if self.choose_cuts is not None:
             return None
@@ -211,16 +214,16 @@ class StepDecider:
         return decodes or self.declines.find(size, runtime.config, runtime.planner)
 
     def _keep_decline(self, reason: Decline, context: ForwardContext, tokens: int) -> None:
-        """Keep the decline of a batch that was read for further steps of its size.
+        """Keep the decline of a batch that was read, for further steps of its size.
 
-        Not where cuts were chosen, nor where split and unsplit steps are compared: there each step is decided anew.
+        It is not kept if cuts were chosen, nor during A/B trials, because then each step is decided anew.
         """
         size = self._splitter.read_size(context, tokens)
         if size is not None and self.choose_cuts is None and reason.trial_class is None:
             self.declines.keep(reason, size)
 
     def _decide_data_parallel(self, context: ForwardContext) -> SharedSplit | Decline:
-        """Decide how all data parallel ranks split a step, from what vLLM has made equal on them."""
+        """Decide how all data parallel ranks split a step, from the numbers that vLLM has made equal on them."""
         unequal = check_agreed_context(context, self._splitter.platform, self._splitter.dispatch)
         if unequal is not None:
             return unequal
@@ -231,7 +234,7 @@ class StepDecider:
         return self.runtime.check_transport(self._transport) or self.runtime.plan_data_parallel(tokens)
 
     def _plan(self, context: ForwardContext, tokens: int, shared: SharedSplit | None) -> ExecutionPlan | Decline:
-        """Plan this rank's batch; under data parallel, cut it where all ranks expect it."""
+        """Plan this rank's batch. With data parallel ranks, cut it where all ranks expect it."""
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch
@@ -250,8 +253,8 @@ class StepDecider:
     def _decide_concurrent(self, step: ServedStep, reason: Decline) -> StepDecision:
         """Run a step that is not split with ops on a second compute lane, if its context allows that.
 
-        All ranks get here together: the reason not to split is the same on all of them, or was agreed on. What only
-        this rank knows is put to the vote once more.
+        All ranks come here together: they share the reason not to split, or have agreed on it. They vote once more on
+        reasons that only one rank knows.
         """
         context, platform, dispatch = step.context, self._splitter.platform, self._splitter.dispatch
         if self.rank is not None:
@@ -273,7 +276,7 @@ class StepDecider:
         return concurrent
 
     def _agree(self, local: StepDecision | LocalDecline, where: str) -> StepDecision:
-        """Put the plan of this rank, or its reason against one, to the vote of all ranks."""
+        """Let all ranks vote on the plan of this rank, or on its reason against a plan."""
         stated = local if isinstance(local, LocalDecline) else local.state(where)
         fingerprint = "" if isinstance(stated, LocalDecline) else stated.fingerprint
         agreed = self._agreement.agree(stated, fingerprint)

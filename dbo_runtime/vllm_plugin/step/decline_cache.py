@@ -1,8 +1,8 @@
 """Decline further steps of about the same size without reading their batches.
 
-To read a batch of 64 requests takes longer than all else that an unsplit step adds (`bench_declined.py`), and steps
-that decode are many, short and alike. A declined step is always correct; at worst, steps of a size are split
-`MAX_REPEATS` steps too late.
+Reading a batch of 64 requests takes longer than everything else that this package adds to an unsplit step
+(`bench_declined.py`), and decode steps are many, short and alike. A declined step is always correct. At worst, steps of
+a size are split `MAX_REPEATS` steps too late.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 
 MAX_REPEATS = 63
-"""Steps of a size that repeat its decline; the batch of the next one is read."""
+"""Number of steps of a size that repeat its decline. After them, the batch of the next step is read."""
 
 MAX_SIZES = 64
-"""Sizes that are remembered."""
+"""Number of sizes that are kept."""
 
-_SIGNIFICANT_BITS = 4  # numbers that agree in these differ by less than an eighth
+_SIGNIFICANT_BITS = 4  # numbers with the same leading four bits differ by less than an eighth
 
 Key = tuple[int, int, int]
 
 
 class DeclineCache:
-    """The last decline of each size of batches, which holds for further steps of that size.
+    """The last decline of each size of batches, which is repeated for further steps of that size.
 
-    Sizes are the same if their longest queries are, and their tokens and requests within an eighth. Contexts, which
-    grow from step to step, do not count. All ranks that decide a step repeat the same declines.
+    Two sizes count as the same if their longest queries are equal, and their tokens and requests differ by less than an
+    eighth. Contexts do not count, because they grow from step to step. All ranks that decide a step repeat the same
+    declines.
     """
 
     def __init__(self) -> None:
@@ -40,13 +41,13 @@ class DeclineCache:
 
     @property
     def size_and_capacity(self) -> tuple[int, int]:
-        """How many sizes are remembered, and how many may be."""
+        """Number of sizes that are kept, and the most that may be kept."""
         return len(self._declines), self._declines.max_size
 
     def find(self, size: BatchSize, config: RuntimeConfig, planner: Planner | None) -> Decline | None:
-        """Return the decline to repeat for a batch of this size, or None if it has to be read.
+        """Return the decline to repeat for a batch of this size; None if the batch has to be read.
 
-        If settings or costs have been replaced, all declines are forgotten.
+        If settings or costs have been replaced, it forgets all declines.
         """
         if config is not self._config or planner is not self._planner:
             self._config, self._planner = config, planner
@@ -58,24 +59,24 @@ class DeclineCache:
         return found.decline
 
     def keep(self, decline: Decline, size: BatchSize) -> None:
-        """Keep the decline of a batch that was read, because `find` found none for it."""
+        """Keep the decline of a batch that was read because `find` had found none."""
         self._declines[_round(size)] = _Repeated(decline)
 
 
 @dataclass(slots=True)
 class _Repeated:
-    """A decline, and how many further steps repeat it."""
+    """A decline, and the number of further steps that repeat it."""
 
     decline: Decline
     left: int = MAX_REPEATS
 
 
 def _round(size: BatchSize) -> Key:
-    """Return what two sizes have in common if they are taken as the same."""
+    """Return the key of a size. Two sizes with the same key count as the same."""
     return size.max_query_len, _truncate(size.tokens), _truncate(size.requests)
 
 
 def _truncate(number: int) -> int:
-    """Return *number* with its first significant bits only."""
+    """Return *number* with all but its leading bits set to 0."""
     shift = number.bit_length() - _SIGNIFICANT_BITS
     return number >> shift << shift if shift > 0 else number

@@ -1,4 +1,4 @@
-"""How results differ that should be equal but for rounding."""
+"""Describe how two results differ that should be equal except for rounding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.errors import SplitError
 
-# By how much a token may differ, relative to the largest: what rounding in other shapes gives, by type.
+# Largest allowed difference of a token, relative to the largest token, by type: rounding in other shapes gives as much.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# With such coarse types, rounding routes a token to other experts now and then, also where the same pieces are reduced
-# over ranks in another order: the share of tokens for which this is accepted, and by how much they may differ.
+# With such coarse types, rounding now and then routes a token to other experts, even if the same micro-batches are
+# only reduced over ranks in another order. These are the allowed share of such tokens, and their largest difference.
 REROUTED_SHARE, REROUTED_TOLERANCE = 0.02, 0.5
 
 UNSPLIT, PIECES = "unsplit", "one after the other"
-"""How a step was run again: all of its tokens at once, or its pieces in steps of their own."""
+"""How a step was run again: all of its tokens at once, or its micro-batches in steps of their own."""
 
 
 def compare_results(what: str, actual: torch.Tensor, expected: torch.Tensor, how: str, remedy: str) -> None:
@@ -29,15 +29,15 @@ def compare_results(what: str, actual: torch.Tensor, expected: torch.Tensor, how
 def describe_results(
     what: str, actual: torch.Tensor, expected: torch.Tensor, how: str, remedy: str, accepts_rerouted: bool = True
 ) -> str:
-    """Return how two tensors [tokens, ...] differ; empty if that is no more than rounding explains.
+    """Return how two tensors [tokens, ...] differ; empty if rounding explains the difference.
 
     Args:
-        what: names the tensors.
-        actual: the result to check.
-        expected: the result to compare with.
-        how: how *actual* was computed.
-        remedy: advice to the user, a clause.
-        accepts_rerouted: whether few tokens may have taken other experts, where types are coarse.
+        what: name of the tensors.
+        actual: result to check.
+        expected: result to compare with.
+        how: phrase that says how *actual* was computed.
+        remedy: advice to the user, as a clause.
+        accepts_rerouted: whether a few tokens may have been routed to other experts, if types are coarse.
     """
     if actual.shape != expected.shape:
         shapes = f"{tuple(actual.shape)} and {tuple(expected.shape)}"
@@ -65,7 +65,7 @@ def describe_difference(
     mode: str = UNSPLIT,
     accepts_rerouted: bool = False,
 ) -> str:
-    """Return how the results of a plan differ from those of its step, run again in a *mode*; empty if they do not."""
+    """Return how a plan's results differ from those of the same step, run *again* in a *mode*; empty if they do not."""
     how, remedy = f"cuts at {plan.cuts}, schedule {plan.digest}", "DBO_MODE=off serves unsplit"
     if split.keys() != again.keys():
         return f"a split step gave {sorted(split)}, one that ran {mode} {sorted(again)}; until this is fixed, {remedy}."

@@ -1,7 +1,7 @@
-"""Errors of adapters, as declines: a model whose adapter fails is served unsplit.
+"""Turn errors of adapters into declines: a model whose adapter fails is served unsplit.
 
-Adapters read attributes of vLLM's modules, which other versions of vLLM may not have. `dbo adapter` raises such errors,
-because authors of adapters want to see them; a server goes on without overlap.
+Adapters read attributes of vLLM's modules that other versions of vLLM may not have. `dbo adapter` raises such errors,
+because authors of adapters want to see them. A server goes on without overlap.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Result = TypeVar("Result")
 FAILED = "its adapter fails with this model and version of vLLM"
 FAILED_STEP = "its first split step fails with this version of vLLM"
 ALONE_SECONDS = 30.0
-"""How long a rank that has failed waits for the others to say so, too: they may hang in a collective that it left."""
+"""Seconds that a failed rank waits for the reports of the others, which may hang in a collective that it has left."""
 PATIENCE_SECONDS = 600.0
-"""How long a rank that has not failed waits: another one may be slow, or compile."""
+"""Seconds that a rank that has not failed waits for the others, which may be slow, or compile."""
 MAX_DETAIL = 500  # characters of an error's text
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def call_adapter(adapter: Any, call: Callable[[], Result]) -> Result | Decline:
-    """Return what a call of an adapter's method returns, or, whatever it raises, a decline that says what and where.
+    """Return the result of calling an adapter's method. If it raises, return a decline that says what and where.
 
-    The text is equal on ranks that fail alike, so that they agree on it.
+    The text of the decline is equal on ranks that fail alike, so that they agree on it.
     """
     try:
         return call()
@@ -47,12 +47,12 @@ def call_adapter(adapter: Any, call: Callable[[], Result]) -> Result | Decline:
         return error.decline
     except Exception as error:  # noqa: BLE001 - whatever an adapter's code raises, the model is served unsplit
         cause = error.__cause__ if isinstance(error, ProgramError) and error.__cause__ is not None else error
-        where = "" if isinstance(cause, DboError) else f", at {_locate(adapter, cause)}"  # ours say where
+        where = "" if isinstance(cause, DboError) else f", at {_locate(adapter, cause)}"  # our errors say where
         return Decline(FAILED, f"{name_adapter(adapter)}: {describe_error(cause)}{where}; vLLM {get_version()}")
 
 
 def describe_error(error: BaseException) -> str:
-    """Return type and text of an error, and which op raised it, without addresses of objects."""
+    """Return the type and text of an error, and the op that raised it, without addresses of objects."""
     notes = getattr(error, "__notes__", [])
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return _ADDRESS.sub("0x...", "; ".join([text[:MAX_DETAIL], *notes]))
@@ -63,12 +63,13 @@ def attempt(
 ) -> Result | Decline:
     """Run a job that communicates for the first time; return its result, or a decline if a rank has failed.
 
-    To be called on all ranks of *group* alike. All have come to their end before any of them declines, so no rank is
-    left in a collective. *job* must wait for the device.
+    All ranks of *group* must call it alike. No rank declines before all have finished, so none is left in a collective.
+    *job* must wait for the device.
 
     Raises:
-        Exception: of the job, if another rank does not come to its end within *patience* seconds: it may wait in a
-            collective for this one.
+        Exception: the error of the job, if another rank does not finish within *patience* seconds. That rank may be
+            waiting in a collective for this one.
+        DistError: if this rank has not failed, and another does not finish within `PATIENCE_SECONDS`.
     """
     failure: Exception | None = None
     try:
@@ -90,7 +91,7 @@ def attempt(
 
 
 def _locate(adapter: Any, error: BaseException) -> str:
-    """Return `file:line` of the innermost call in the adapter's package, or where its class is."""
+    """Return `file:line` of the innermost call in the adapter's package, or else of the adapter's class."""
     try:
         package = Path(inspect.getfile(type(adapter))).parent
     except (OSError, TypeError):
@@ -98,5 +99,5 @@ def _locate(adapter: Any, error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if Path(frame.filename).parent == package:
             name = type(adapter).__module__.rpartition(".")[0].replace(".", "/")
-            return f"{name}/{Path(frame.filename).name}:{frame.lineno}"  # alike on all hosts
+            return f"{name}/{Path(frame.filename).name}:{frame.lineno}"  # the same on all hosts
     return locate_source(type(adapter))

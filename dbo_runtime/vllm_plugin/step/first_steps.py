@@ -1,7 +1,7 @@
-"""Compare the first split steps of each class with unsplit ones, where vLLM's version is untested, and on GPUs.
+"""Compare the first split steps of each class with unsplit ones, if vLLM's version is untested, and on GPUs.
 
-DBO_CHECK compares every step and ends the engine at a difference. `FirstSteps` compares a few, ends by itself, and at a
-difference stops splitting: the request gets the unsplit result.
+With DBO_CHECK, every step is compared, and a difference ends the engine. With `FirstSteps`, only a few steps are
+compared. A difference ends splitting, and the request gets the unsplit result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ COMPARED_STEPS = 3
 """Number of steps of each class that are compared."""
 
 MAX_CLASSES = 1024
-"""Number of classes that are remembered. All ranks forget the same ones, and compare their steps again."""
+"""Number of classes that are kept. All ranks forget the same classes, and compare steps of these again."""
 
 
 def name_class(plan: ExecutionPlan, of_ranks: Sequence[int]) -> Hashable:
-    """Name the class of a step: its schedule, its sizes in octaves, and whether a request is cut.
+    """Return the class of a step: its schedule, its sizes in octaves, and whether a request is cut.
 
-    Sizes are the tokens *of_ranks*, all data parallel ones [ranks]; without them, tokens and requests of this rank:
-    prefills have many tokens for each request, decodes few.
+    With data parallel ranks, the sizes are their numbers of tokens, *of_ranks* [ranks]. Without, they are the tokens
+    and requests of this rank: prefills have many tokens per request, decodes few.
     """
     if of_ranks:
         return plan.digest, *(count.bit_length() for count in of_ranks)
@@ -38,13 +38,13 @@ def name_class(plan: ExecutionPlan, of_ranks: Sequence[int]) -> Hashable:
 
 
 class FirstSteps:
-    """Counts the first split steps of each class of one model, which are compared; all ranks count alike.
+    """Counts the first split steps of each class of one model, which are compared. All ranks count alike.
 
     Args:
-        log: of the model.
+        log: log of the model.
 
     Attributes:
-        failure: why nothing is split any more; None while all steps have been equal.
+        failure: reason for which nothing is split any more; None as long as all compared steps were equal.
     """
 
     def __init__(self, log: FilteringBoundLogger) -> None:
@@ -54,15 +54,15 @@ class FirstSteps:
 
     @property
     def size_and_capacity(self) -> tuple[int, int]:
-        """Number of classes that are remembered, and the most that are kept."""
+        """Number of classes that are known, and the most that are kept."""
         return len(self._compared), self._compared.max_size
 
     def takes(self, step_class: Hashable) -> bool:
-        """Return whether a step of this class is still to be compared. All ranks must ask with the same class."""
+        """Return whether a step of this class is still to be compared. All ranks must ask for the same class."""
         return self._compared.get(step_class, 0) < COMPARED_STEPS
 
     def observe(self, step_class: Hashable, difference: str) -> Decline | None:
-        """Count a compared step; end splitting, and say so, if there is a *difference*, which is equal on all ranks."""
+        """Count a compared step. End splitting, and log it, if there is a *difference*, which is equal on all ranks."""
         self._compared[step_class] = self._compared.get(step_class, 0) + 1
         if difference:
             self.failure = Decline("the first split steps differ from unsplit ones", difference)

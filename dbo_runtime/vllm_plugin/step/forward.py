@@ -1,4 +1,4 @@
-"""The forward of a served model: split where that is possible and pays, vLLM's own otherwise."""
+"""The forward of a served model: split if that is possible and pays, and otherwise vLLM's own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SplitForward:
         comparison: compares split steps with unsplit ones.
 
     Attributes:
-        phase: the use that vLLM makes of the model. Nothing is split before serving, except to profile its memory.
+        phase: present use of the model by vLLM. Nothing is split before serving, except to profile memory.
         runtime: makes plans and runs them.
     """
 
@@ -65,11 +65,11 @@ class SplitForward:
 
     @property
     def runtime(self) -> MicroBatchRuntime:
-        """Makes plans and runs them."""
+        """The runtime, which makes plans and runs them."""
         return self.decider.runtime
 
     def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
-        """Return a forward of the same model with separate plans, counts and times, and a silent log."""
+        """Return a forward of the same model with its own plans, counts and times, and a silent log."""
         own, served, log = copy.copy(self), self.runtime, open_log(quiet=True)
         runtime = MicroBatchRuntime(served.program, device, config, log, group.world_size, served.keeps_layers)
         own.decider = self.decider.copy_for(runtime, group)
@@ -78,7 +78,7 @@ class SplitForward:
         return own
 
     def describe_caches(self) -> dict[str, tuple[int, int]]:
-        """Return how many entries each cache has, and how many it may have."""
+        """Return the number of entries of each cache, and the most that it keeps."""
         return {
             **self.runtime.describe_caches(),
             **self.decider.sizes_and_capacities,
@@ -86,7 +86,7 @@ class SplitForward:
         }
 
     def start_serving(self, is_final: bool = False) -> None:
-        """Split steps from now on: vLLM has warmed up. *is_final*: settings, cuts and costs stay as they are."""
+        """Split steps from now on, because vLLM has warmed up. *is_final*: settings, cuts and costs do not change."""
         self.phase = Phase.SERVING
         self._is_final = is_final
         self._restore_forward()
@@ -101,11 +101,11 @@ class SplitForward:
     ) -> Results:
         """Run one step: tokens [tokens], positions [tokens] -> hidden states [tokens, hidden].
 
-        On a later stage of a pipeline, from the intermediate tensors of the stage before; on all but the last, to those
-        of the next.
+        A later stage of a pipeline takes the intermediate tensors of the stage before. A stage before the last returns
+        those for the next stage.
         """
         arguments = StepArguments(input_ids, positions, intermediate_tensors, inputs_embeds, kwargs)
-        # vLLM may be capturing a graph before serving, which must hold no timer and has no times of ops.
+        # Before serving, vLLM may be capturing a graph. It must hold no timer, and its ops have no times.
         timer = self.observer.start() if self.phase is Phase.SERVING else None
         start = time.perf_counter()
         decision = self._decide(arguments)
@@ -143,11 +143,11 @@ class SplitForward:
         return results
 
     def _save(self, arguments: StepArguments) -> Repetition:
-        """Save what it takes to run the step again."""
+        """Save everything that is needed to run the step again."""
         return Repetition(self._forward, arguments, SavedStates(get_forward_context()), self.decider.platform)
 
     def _restore_forward(self) -> None:
-        """Give the model its own forward back if no further step is split: then this package costs steps nothing."""
+        """Give the model its own forward back if no further step is split. Then this package adds no time to steps."""
         reason = self.decider.find_permanent_decline() if self._is_final else None
         if reason is None:
             return

@@ -1,8 +1,8 @@
-"""The head of a model that scores or projects in its own forward what its backbone gives.
+"""The head of a model whose own forward scores or projects the hidden states of its backbone.
 
-vLLM's reward models do (`Qwen2ForRewardModel`). The backbone's forward is split; the model's own then runs with the
-results in the backbone's place, so that it computes what it did. Most poolers need nothing of this: they run after the
-forward.
+vLLM's reward models have one (`Qwen2ForRewardModel`). The backbone's forward is split. Then the model's own forward
+runs, with a stand-in for the backbone that returns these results, so it computes the same as before. Most poolers do
+not need this, because they run after the forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.models.interfaces_base import VllmModel
 
-TRIED_TOKENS = 2  # of the run that shows what a forward does around its backbone
+TRIED_TOKENS = 2  # tokens of the run that shows what a forward does around its backbone
 UNKNOWN = "its forward does more than that of its backbone"
 
 
@@ -29,8 +29,8 @@ class Head:
     """Runs a model's own forward on hidden states that were computed before.
 
     Args:
-        model: that holds the backbone.
-        forward: its own.
+        model: model that holds the backbone.
+        forward: forward of that model.
     """
 
     def __init__(self, model: VllmModel, forward: Callable[..., torch.Tensor]) -> None:
@@ -38,10 +38,10 @@ class Head:
         self._forward = forward
 
     def __call__(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return what the forward makes of hidden states [tokens, hidden] -> [tokens, values].
+        """Run the forward on hidden states [tokens, hidden] -> [tokens, values].
 
         Raises:
-            RuntimeError: if it does not pass on what it is given to its backbone, once.
+            RuntimeError: if the forward does not call its backbone exactly once, with the arguments that it was given.
         """
         backbone = self._model.model
         self._model.model = given = _Given(backbone, hidden)
@@ -55,14 +55,14 @@ class Head:
 
 
 class _Given(torch.nn.Module):
-    """Stands in a backbone's place: gives what that has computed, and is that one otherwise."""
+    """A stand-in for a backbone: its forward returns results computed before, and its attributes are the backbone's."""
 
     def __init__(self, backbone: torch.nn.Module, hidden: torch.Tensor) -> None:
         super().__init__()
-        vars(self).update(backbone=backbone, hidden=hidden, calls=[])  # not as a module of this one
+        vars(self).update(backbone=backbone, hidden=hidden, calls=[])  # not as submodules
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what was computed before."""
+        """Return the hidden states that were computed before."""
         self.calls.append((*args, *kwargs.values()))
         hidden: torch.Tensor = self.hidden
         return hidden
@@ -72,9 +72,10 @@ class _Given(torch.nn.Module):
 
 
 def find_head(model: VllmModel, vllm_config: VllmConfig) -> Head | Decline | None:
-    """Return the head that is in a model's forward; None if that is its backbone's alone, as adapters take it.
+    """Return the head in a model's forward; None if an adapter is registered for the forward, which then has no head.
 
-    The forward is tried with a few tokens and without the backbone. It may communicate: to be called on all ranks.
+    It tries the forward with a few tokens and without the backbone. The forward may communicate, so all ranks have to
+    call this.
     """
     model_config = vllm_config.model_config
     owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
@@ -90,7 +91,7 @@ def find_head(model: VllmModel, vllm_config: VllmConfig) -> Head | Decline | Non
     try:
         with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=TRIED_TOKENS):
             results = head(hidden, torch.arange(TRIED_TOKENS, device=device))
-    except Exception as error:  # noqa: BLE001 - this forward is not known; whatever it raises, it is left unsplit
+    except Exception as error:  # noqa: BLE001 - the forward is unknown; whatever it raises, it is left unsplit
         return Decline(UNKNOWN, f"{owner.__name__}: {describe_error(error)}")
     if not isinstance(results, torch.Tensor) or results.shape[0] != TRIED_TOKENS:
         return Decline(UNKNOWN, f"{owner.__name__}: it returns {type(results).__name__}")

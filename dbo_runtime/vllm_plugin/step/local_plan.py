@@ -1,6 +1,7 @@
-"""The plan of one rank for its own batch, before ranks have agreed. Its reasons not to split are `LocalDecline`s.
+"""The plan of one rank for its own batch, before ranks have agreed.
 
-So are its errors: an error that ended the step on one rank would leave the others waiting for it.
+The rank's reasons not to split are `LocalDecline`s. So are its errors: an error that ended the step on one rank would
+leave the others waiting for it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 
 FAILED = "planning this step failed"
-MAX_TOLD = 64  # lines of code at which planning has failed, and that are not logged again
-MAX_TEXT = 300  # characters of an error in a decline; the log has all of it
+MAX_TOLD = 64  # number of lines of code whose errors are not logged again
+MAX_TEXT = 300  # characters of an error's text in a decline; the log has all of them
 
 
 class ServedStep(NamedTuple):
@@ -43,7 +44,7 @@ class LocalPlanner:
         runtime: makes plans.
         splitter: makes the forward contexts of micro-batches.
         ranks: number of ranks that run the same steps.
-        votes: whether ranks vote on each step. Where they do not, they all plan the same batch.
+        votes: whether ranks vote on each step. If they do not, they all plan the same batch.
     """
 
     def __init__(self, runtime: MicroBatchRuntime, splitter: ContextSplitter, ranks: int, votes: bool) -> None:
@@ -54,11 +55,11 @@ class LocalPlanner:
         self._told: BoundedDict[str, None] = BoundedDict(MAX_TOLD)
 
     def attempt(self, step: ServedStep, plan: Callable[[], StepDecision | Decline]) -> StepDecision | LocalDecline:
-        """Return the result of *plan* if the arguments of the step can be split, or a reason that only this rank sees.
+        """Return the result of *plan*. If the step cannot be split, or *plan* fails, return a decline of this rank.
 
-        Ranks that do not vote fail alike on the same batch, so each of them may decline. But the memory or the files of
-        one rank may fail alone. Such an error is raised, because this rank must not run unsplit what others split.
-        Without votes this package's own errors are raised, too. No other rank is then left waiting without a word.
+        Without votes, all ranks plan the same batch, so most errors happen on all of them alike, and each may decline.
+        But memory or files may fail on one rank alone. Such an error is raised, because this rank must not run unsplit
+        what the others split. This package's own errors are raised, too. Then no other rank waits without notice.
         """
         try:
             planned = step.unsupported or plan()
@@ -71,7 +72,7 @@ class LocalPlanner:
     def add_contexts(
         self, context: ForwardContext, plan: ExecutionPlan | Decline, sizes: Sequence[Sequence[int]] = ()
     ) -> StepDecision | Decline:
-        """Return a plan with a forward context for each micro-batch; *sizes* are those of all data parallel ranks."""
+        """Return a plan with a forward context for each micro-batch; *sizes* are for all data parallel ranks."""
         if isinstance(plan, Decline):
             return plan
         contexts = self._splitter.split(context, plan.slices, sizes)
@@ -82,7 +83,7 @@ class LocalPlanner:
         return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), ()))
 
     def plan_dummy(self, context: ForwardContext, tokens: int) -> StepDecision | Decline:
-        """Plan a dummy batch, which has no attention metadata, in equal parts."""
+        """Plan a dummy batch, which has no attention metadata, in equal micro-batches."""
         of_ranks = [] if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
         shares = share_data_parallel([tokens, *of_ranks], self._runtime.config.parts)
         if isinstance(shares, Decline):
@@ -92,7 +93,7 @@ class LocalPlanner:
         return self.add_contexts(context, plan, [share[1:] for share in shares] if of_ranks else ())
 
     def _describe(self, error: Exception) -> Decline:
-        """Return the decline for an error; log the first one at a line of code, on any rank."""
+        """Return the decline for an error. Log the first error at each line of code, on any rank."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{frame.filename}:{frame.lineno}"
         if place not in self._told:
@@ -103,7 +104,7 @@ class LocalPlanner:
 
 
 def _may_be_of_one_rank(error: Exception) -> bool:
-    """Return whether ranks that do the same with the same batch may fail differently; torch_npu says it in the text."""
+    """Return whether an error may happen on one rank alone. torch_npu says only in the text that memory is short."""
     if isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "out of memory" in str(error)

@@ -1,4 +1,4 @@
-"""Reserve memory for split steps in addition to vLLM's KV cache."""
+"""Reserve memory for split steps, next to vLLM's KV cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def profile_split(
     runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator, profile_run: Callable[[], None]
 ) -> int | None:
-    """Run vLLM's memory profile unsplit and then split, and let vLLM see the sum; return the bytes.
+    """Run vLLM's memory profile unsplit and then split, and let vLLM see the sum; return the reserved bytes.
 
-    The sum, because memory of the other lanes stays allocated while an unsplit step runs. Only where lanes have
-    separate memory, and where vLLM sizes its KV cache by the profile; elsewhere run the profile as it is.
+    The sum counts, because memory of the other lanes stays allocated while an unsplit step runs. If lanes share their
+    memory, or vLLM does not size its KV cache by the profile, only vLLM's own profile runs, and the result is None.
     """
     device = served.runtime.device
     if not isinstance(device, StreamDevice) or runner.vllm_config.cache_config.kv_cache_memory_bytes:
@@ -45,6 +45,6 @@ def run_both(
     profile_run: Callable[[], None],
     group: GroupCoordinator,
 ) -> None:
-    """Run the profile as it is, and once more with another forward; after an error in that, nothing is split."""
+    """Run the profile as it is, and again with the forward *own*. If that fails, nothing is split."""
     profile_run()
     try_split(runner, served, own, profile_run, group)

@@ -1,4 +1,4 @@
-"""The ends of a step: the inputs of a program from a forward's arguments, and the forward's result from its outputs."""
+"""The two ends of a program: its inputs, from a forward's arguments, and the forward's result, from its outputs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class ModelEnds:
-    """Leads from vLLM's arguments into a program, and out of it again.
+    """Makes a program's inputs from vLLM's arguments, and the forward's result from the program's outputs.
 
     Args:
-        model: the top-level model.
+        model: top-level model.
         program: ops of one micro-batch.
-        adapter: recorded the program. It may keep data for the next forward, or leave some for another model; see
-            `InputAdapter`, `RepeatableAdapter` and `OutputAdapter`.
+        adapter: adapter that recorded the program. It may keep data for the next forward, or leave data for another
+            model; see `InputAdapter`, `RepeatableAdapter` and `OutputAdapter`.
         stage: pipeline stage of the model.
         head: runs on the hidden states of the backbone; None if the forward returns them.
     """
@@ -55,7 +55,7 @@ class ModelEnds:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the model's data for the next forward, if any, can be given back, so that a step can run again."""
+        """Whether a step can run again: the model keeps no data for its next forward, or they can be given back."""
         return self._take_inputs is None or self._give_inputs is not None
 
     def check(self, arguments: StepArguments) -> Decline | None:
@@ -69,7 +69,8 @@ class ModelEnds:
     ) -> list[tuple[Any, ...]]:
         """Return the inputs of each micro-batch [micro-batches][inputs]; see `Program.cut_inputs`.
 
-        The model keeps its data for the next forward if there is a *repetition*, which may give them back, too.
+        If there is a *repetition*, the model keeps its data for the next forward, and the repetition can give them
+        back.
         """
         inputs = self._name_inputs(arguments if repetition is None else arguments.copy(), repetition)
         padded = pad_inputs(self._program, inputs, slices[-1].last_token)

@@ -1,4 +1,4 @@
-"""Observes steps: their times, the metrics that count them, and the planner that learns from them."""
+"""Observe steps: time them, count them in metrics, and let the planner learn from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
 
-MAX_TIMED_STEPS = 64  # whose times are still to be read; of more, the oldest are not counted
+MAX_TIMED_STEPS = 64  # most steps whose times are still to be read; of more, the oldest are dropped
 
 
 class StepTime(NamedTuple):
-    """Predicted (if there was a prediction) and measured seconds of a step that ran `split` or `unsplit`."""
+    """Measured seconds of a step that ran `split` or `unsplit`, and expected ones if there was a prediction."""
 
     mode: str
     expected: float | None
@@ -29,10 +29,10 @@ class StepObserver:
     """Observes the steps of one model while it serves.
 
     Args:
-        runtime: ran the steps; its planner learns.
+        runtime: runs the steps; its planner learns from them.
         agreement: agreement of all ranks that communicate in a step.
         recording: records split steps.
-        metrics: counts steps; None on ranks that do not count.
+        metrics: counts steps; None on ranks that do not count steps.
 
     Attributes:
         last_step: predicted and measured seconds of the last step.
@@ -53,7 +53,7 @@ class StepObserver:
         self._timers: deque[tuple[ExecutionPlan | Decline, Timer]] = deque(maxlen=MAX_TIMED_STEPS)
 
     def copy_for(self, runtime: MicroBatchRuntime) -> StepObserver:
-        """Return an observer of steps with another runtime: it has observed nothing yet, and counts nothing."""
+        """Return an observer for another runtime. It has observed nothing yet, and has no metrics."""
         return StepObserver(runtime, self._agreement)
 
     @property
@@ -66,7 +66,7 @@ class StepObserver:
         return self._runtime.device.start_timer()
 
     def finish(self, plan: ExecutionPlan | Decline, timer: Timer, planning: float) -> None:
-        """Count a step, and learn from what is measured by now; *planning* is the seconds of its decision."""
+        """Count a step, and learn from all times measured by now; *planning* are the seconds of the step's decision."""
         timer.stop()
         self._timers.append((plan, timer))
         self._learn()
@@ -75,10 +75,10 @@ class StepObserver:
             self.metrics.count_planning(planning)
 
     def _learn(self) -> None:
-        """Compare measured with predicted times, and exchange what was learnt with the other ranks now and then.
+        """Compare measured with predicted times. From time to time, exchange them with the other ranks.
 
-        A device may be behind its host, so it may be an earlier step whose time is known now. Every step of every rank
-        is counted, measured or not, so that all ranks exchange at the same step.
+        A device may be behind its host, so the time that is known now may be that of an earlier step. Every rank counts
+        every step, measured or not, so all ranks exchange at the same step.
         """
         planner = self._runtime.planner
         while self._timers and (seconds := self._timers[0][1].read()) is not None:

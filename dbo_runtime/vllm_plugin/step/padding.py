@@ -1,4 +1,4 @@
-"""Micro-batches of padding, with which a data parallel rank of few tokens, or none, takes part in what others split."""
+"""Micro-batches of padding. With these, a data parallel rank with few tokens, or none, takes part in a split step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dbo_runtime.ir.program import Program
 def pad_inputs(program: Program, inputs: Mapping[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
     """Return the inputs of a step with copies of the last token at the end, up to *tokens* tokens.
 
-    Copies are what any kernel takes: zeros would have no scale where tokens are quantized.
+    Any kernel takes copies. Zeros would have no scale if tokens are quantized.
     """
     padded = dict(inputs)
     for value in program.inputs:
@@ -32,6 +32,6 @@ def drop_padding(
 ) -> list[Sequence[torch.Tensor]]:
     """Return the outputs [micro-batches][outputs] of the micro-batches that have some of a step's *tokens* tokens.
 
-    `share_data_parallel` pads whole micro-batches only, after those.
+    `share_data_parallel` pads only whole micro-batches, after those with tokens.
     """
     return [output for output, piece in zip(outputs, slices, strict=True) if piece.first_token < tokens]

@@ -1,7 +1,7 @@
-"""Split dummy steps before serving: an op that fails there is a decline, and no request is lost to it.
+"""Split dummy steps before serving. If an op fails then, steps are declined, and no request is lost.
 
-An adapter may fit a version of vLLM when it records, and read what that lacks only when its ops run. While vLLM starts,
-no request is in flight, so all ranks can tell each other what came of it; during a request, they could not.
+An adapter may record without an error, and still read something that this version of vLLM lacks when its ops run. While
+vLLM starts, no request is in flight, so all ranks can tell each other how it went. During a request they could not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
     from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
-REQUESTS, REQUEST_TOKENS = 2, 16  # of a rehearsal: pieces are prefills, and fit what any runner takes
+REQUESTS, REQUEST_TOKENS = 2, 16  # of a rehearsal: its micro-batches are prefills, and fit any runner
 
 
 def rehearse(runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator) -> None:
-    """Split dummy steps, without attention and with it; after an error in one, nothing is split. Collective.
+    """Split dummy steps, without attention and with it. If one fails, nothing is split. Collective.
 
-    Attention is left out where a KV connector has layer hooks, which vLLM's dummy batches do not call. Ops run on one
-    lane: where one fails on all ranks alike, none of them is left in a collective that another rank's lane has dropped.
+    The step with attention is left out if a KV connector has layer hooks, which vLLM's dummy batches do not call. Ops
+    run on one lane. So if an op fails on all ranks alike, no rank is left in a collective that another rank's lane has
+    dropped.
     """
     tokens = REQUESTS * REQUEST_TOKENS
     if min(runner.max_num_tokens, runner.max_model_len) < tokens or runner.scheduler_config.max_num_seqs < REQUESTS:
@@ -59,9 +60,9 @@ def try_split(
     step: Callable[[], object],
     group: GroupCoordinator,
 ) -> None:
-    """Run a dummy step with a copy of the served forward; after an error in that, nothing is split. Collective.
+    """Run a dummy step with a copy of the served forward. If it fails, nothing is split. Collective.
 
-    An error that the step raises unsplit, too, is vLLM's, and says nothing.
+    If the step also fails unsplit, the error is vLLM's, and steps may be split.
     """
     model = runner.get_model()
 
@@ -80,8 +81,8 @@ def try_split(
 
 
 def copy_for_profile(served: SplitForward, device: Device, group: GroupCoordinator) -> SplitForward:
-    """Return a forward of the same model that splits every step, on a device, and compares none."""
-    config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata results mean nothing
+    """Return a forward of the same model that splits every step on *device*, and compares none."""
+    config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata, results have no meaning
     own = served.copy_for(device, config, group)
     own.phase = Phase.PROFILING
     return own

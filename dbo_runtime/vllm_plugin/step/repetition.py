@@ -1,4 +1,4 @@
-"""Run a step again that was split: as vLLM would have run it, unsplit, or as it would have run its pieces."""
+"""Run a split step again, by vLLM's own forward: unsplit, or one micro-batch after another."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SelectLora = AbstractContextManager[Callable[[int], None] | None]
 class Repetition:
     """A step that runs again by the model's own forward.
 
-    Each run begins with the states that the step began with, tells no KV connector, and counts nothing. The last run is
-    to be an unsplit one, so that caches hold what vLLM would have left there.
+    Each run begins with the states that the step began with. No run is reported to a KV connector, or counted. The last
+    run has to be an unsplit one, so that caches hold what vLLM would have left there.
 
     Attributes:
-        forward: the model's own.
-        arguments: of the step.
-        states: of its requests, before it ran for the first time.
-        platform: that vLLM serves on.
-        give_back: gives the model what it keeps for its next forward, token by token, for a slice of the tokens, or for
-            all; None if it keeps nothing.
+        forward: model's own forward.
+        arguments: arguments of the step.
+        states: states of the step's requests, before it ran for the first time.
+        platform: platform that vLLM serves on.
+        give_back: gives the model back the data that it keeps for each token for its next forward, for a slice of the
+            tokens or for all; None if it keeps no data.
     """
 
     forward: Callable[..., Results]
@@ -53,10 +53,10 @@ class Repetition:
         make_context: Callable[[int], ForwardContext],
         select_lora: SelectLora | None = None,
     ) -> Results:
-        """Run one slice after the other, as vLLM runs chunks of prompts in steps of their own.
+        """Run one micro-batch after another, in steps of their own, as vLLM runs chunks of prompts.
 
-        *make_context* makes the forward context of a slice, by its number, right before it runs; so no slice can have
-        what was meant for another one. Collective, as every forward.
+        *make_context* makes the forward context of a micro-batch, by its number, right before it runs. So no
+        micro-batch can have the context of another. Collective, as every forward is.
         """
         results, arguments = [], self.arguments.pad(slices[-1].last_token)
         with self._again(), select_lora or nullcontext() as select:

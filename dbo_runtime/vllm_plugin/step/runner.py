@@ -1,4 +1,4 @@
-"""Runs a plan that was decided: all of a split step between its decision and its result."""
+"""Run a plan: everything in a split step between its decision and its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepRunner:
 
     Args:
         runtime: runs plans.
-        ends: leads into the program and out of it.
+        ends: makes the program's inputs, and the forward's result from its outputs.
         lora: adapters of each token; None without LoRA.
 
     Attributes:
@@ -62,11 +62,11 @@ class StepRunner:
         """Run a plan with the forward context of each micro-batch, and return the forward's result.
 
         Args:
-            plan: the plan.
-            contexts: forward contexts, one a micro-batch.
+            plan: plan of the step.
+            contexts: forward context of each micro-batch.
             arguments: arguments of the forward.
             repetition: runs the step again later, for a comparison; None if nothing is compared.
-            recorder: keeps the times of the ops; None if they are not recorded.
+            recorder: records the times of the ops; None if they are not recorded.
         """
         inputs = self._ends.enter(arguments, plan.slices, repetition)
         if plan.executor.check_context is not None:

@@ -1,4 +1,4 @@
-"""The decision about a step: the same on all ranks."""
+"""The decision about a step. It is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class StepDecision(NamedTuple):
     """A plan with a forward context for each micro-batch, or a decline without any.
 
     Attributes:
-        plan: the plan, or the reason not to split.
+        plan: plan of the step, or the reason not to split it.
         contexts: forward context of each micro-batch.
         fingerprint: text that must be equal on all ranks; empty for a decline, whose own text must be equal.
-        step_class: key by which `FirstSteps` counts; None without it.
+        step_class: class in which `FirstSteps` counts the step; None without `FirstSteps`.
     """
 
     plan: ExecutionPlan | Decline
@@ -27,7 +27,7 @@ class StepDecision(NamedTuple):
     step_class: Hashable | None = None
 
     def state(self, where: str) -> StepDecision:
-        """Return the decision with its fingerprint: the schedule, and *where* it cuts or why it does not."""
+        """Return the decision with its fingerprint: the schedule, and *where* the step is cut, or why it is not."""
         if isinstance(self.plan, Decline):
             return self
         return self._replace(fingerprint=f"schedule {self.plan.digest}, {where}")

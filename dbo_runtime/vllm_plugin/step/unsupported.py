@@ -1,4 +1,4 @@
-"""Features of vLLM that splitting does not support, by its configuration."""
+"""Features of vLLM that splitting does not support, as read from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle", "eagle3")
-"""Methods of speculative decoding, by `name_drafter`, with which steps are split.
+"""Methods of speculative decoding with which steps are split, as named by `name_drafter`.
 
-Split steps were compared with unsplit ones with all but `suffix`, which drafts on the host as `ngram` does.
+Split steps were compared with unsplit ones for all methods but `suffix`, which drafts on the host as `ngram` does.
 """
 
 

@@ -1,4 +1,4 @@
-"""The decisions before serving: while vLLM profiles memory, warms up and captures graphs."""
+"""Decide steps before serving, while vLLM profiles memory, warms up and captures graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STARTING_UP = Decline("starting up")
 
 
 class Phase(Enum):
-    """The use that vLLM makes of the model."""
+    """The present use of the model by vLLM."""
 
     STARTING = "profiling, compiling and capturing unsplit steps"
     PROFILING = "profiling the memory of split steps"
@@ -42,10 +42,10 @@ class WarmUp:
         """Decide a step of *tokens* tokens.
 
         Args:
-            phase: any but `SERVING`.
+            phase: present phase, any but `SERVING`.
             tokens: number of tokens.
             unsupported: reason for which the arguments of the forward cannot be split; None if they can.
-            is_compared: whether split steps are compared with unsplit ones, which reads results.
+            is_compared: whether split steps are compared with unsplit ones. A comparison reads results.
         """
         if not is_forward_context_available():
             return decline(Decline("no forward context"))
@@ -53,7 +53,7 @@ class WarmUp:
         if phase is Phase.PROFILING:
             planned = unsupported or self._local.plan_dummy(context, tokens)
             return decline(planned) if isinstance(planned, Decline) else planned.state("profiling")
-        # vLLM runs a step with attention, unsplit, right before it captures one: communicators are made then. A graph
+        # Right before vLLM captures a step with attention, it runs one unsplit. Communicators are made then. A graph
         # can hold concurrent ops. It cannot hold a comparison, or an op that waits for the device.
         runtime, platform = self._runtime, self._splitter.platform
         if unsupported is not None or not runtime.forces_side or not context.attn_metadata:
