@@ -199,8 +199,7 @@ class Machine:
                     mode, expected, self._unsplit[batch] * (1.0 - gain) * noise, decision.trial_class
                 )
             if planner.memory.correction.count():
-                planner.memory.trials.apply([planner.memory.trials.propose()])
-                planner.correct([planner.memory.correction.propose()])
+                planner.memory.apply([planner.memory.propose()])
         return [mean(of_batch) for of_batch in gains.values()]
 
 

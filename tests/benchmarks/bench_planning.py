@@ -28,12 +28,14 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program
+from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
-from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.benchmarks.bench_core import LAYERS, record_decoder
@@ -194,8 +196,7 @@ def _replay(row: Row) -> Replay:
         decisions.append((batch, decision))
         evaluated.append(planner.evaluated)
     half = len(evaluated) // 2
-    reference = Planner(program, table)
-    alike, errors, longer = _compare(reference, decisions[:: max(len(decisions) // COMPARED_STEPS, 1)])
+    alike, errors, longer = _compare(planner, decisions[:: max(len(decisions) // COMPARED_STEPS, 1)])
     return Replay(
         row=row.name,
         start_seconds=started,
@@ -210,18 +211,19 @@ def _replay(row: Row) -> Replay:
 
 
 def _compare(
-    reference: Planner, decisions: Iterable[tuple[Batch, SplitChoice | Decline]]
+    planner: Planner, decisions: Iterable[tuple[Batch, SplitChoice | Decline]]
 ) -> tuple[float, list[float], list[float]]:
     """Return the share of decisions alike, relative errors of predictions, and by how much steps take longer."""
     alike, errors, longer = [], [], []
+    reference = SearchingPlanner(planner.program, planner.table)
     for batch, decision in decisions:
-        searched = reference.decline_early(batch.tokens) or reference.choose(batch, CONFIG)
+        searched = planner.decline_early(batch.tokens) or reference.choose(batch, CONFIG)
         alike.append(_splits(decision) == _splits(searched))
         if isinstance(decision, SplitChoice):
-            seconds = _simulate(reference, batch, decision)
+            seconds = _simulate(planner, batch, decision)
             errors.append(abs(decision.prediction.split / seconds - 1.0))
             if isinstance(searched, SplitChoice):
-                longer.append(seconds / _simulate(reference, batch, searched) - 1.0)
+                longer.append(seconds / _simulate(planner, batch, searched) - 1.0)
     return mean(alike), errors, longer
 
 
@@ -231,9 +233,8 @@ def _splits(decision: SplitChoice | Decline) -> bool:
 
 
 def _simulate(planner: Planner, batch: Batch, choice: SplitChoice) -> float:
-    timeline = planner.draw_timeline(choice.order.schedule, measure_slices(batch, choice.slices))
-    host = planner.table.host
-    return max(span.end for span in timeline.spans) + host.split + host.split_per_token * batch.tokens
+    timeline = Predictor(planner.program, planner.table).simulate(choice.order.schedule, choice.cut.features)
+    return planner.table.host.time_split(compute_end(timeline), batch.tokens)
 
 
 def _list_batches(row: Row, planner: Planner) -> Iterator[Batch]:
