@@ -38,13 +38,13 @@ class Machine:
     """A chip in its layout.
 
     Attributes:
-        name: of the case.
-        chip: as cost files name it.
+        name: name of the case.
+        chip: name of the chip in cost files.
         ranks: data parallel ranks, over which the experts are spread, too.
-        hosts: that they are on.
+        hosts: number of hosts.
         experts: routed experts on each rank, copies included.
-        dispatch, combine: what it takes to send tokens to their experts and back.
-        source: what is given, and what is assumed.
+        dispatch, combine: costs of sending tokens to their experts and back.
+        source: given and assumed facts, in words.
         is_movable: whether gate, experts and merge may run on the lane that keys and shared experts may run on.
     """
 

@@ -37,13 +37,13 @@ class Chip:
     """What a rank computes with.
 
     Attributes:
-        name: as cost files have it.
+        name: name in cost files.
         products: operations a second in one byte a number.
         attention: operations a second of attention, in bf16.
         weights, cache: bytes a second at which products with few tokens read weights, and decodes the KV cache.
-        source: of these.
+        source: origin of these numbers.
         network: source of what is sent, by phase.
-        contention: of lanes, by phase, where a source gives it.
+        contention: contention of lanes, by phase, where a source gives it.
     """
 
     name: str
