@@ -250,6 +250,6 @@ def test_the_device_is_the_npu_whatever_the_runner_makes_of_cuda_names(one_npu: 
 
 def name_device(engine: Engine, rank: int) -> tuple[str, str]:
     """Return the class of the device on which steps are split, and where its lanes' streams are."""
-    runtime = find_planner(engine.llm.llm_engine.model_executor.driver_worker.worker)._runtime
+    runtime = find_planner(engine.llm.llm_engine.model_executor.driver_worker.worker).runtime
     lanes = runtime.device.open_lanes(("compute", "comm"))
     return type(runtime.device).__name__, lanes[1].stream.device.type

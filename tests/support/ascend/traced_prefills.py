@@ -66,7 +66,7 @@ def _end_trace(worker: Any) -> Instruction:
     standin = load()
     assert standin is not None
     standin.calm()
-    (executor,) = find_planner(worker)._runtime._executors._executors.values()
+    (executor,) = find_planner(worker).runtime._executors._executors.values()
     lanes: dict[str, list[Op]] = {"compute": [], "comm": []}
     for step in executor.schedule.instructions:
         lanes[step.op.lane].append((step.op.layer, step.issue.micro_batch, step.op.name))
