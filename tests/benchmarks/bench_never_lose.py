@@ -34,7 +34,7 @@ from dbo_runtime.planner.costs.op_cost import OpCost
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.candidates import Candidates
 from dbo_runtime.planner.online.correction import SPLIT, UNSPLIT
-from dbo_runtime.planner.online.cuts import measure_slices
+from dbo_runtime.planner.online.cuts import measure_cut, measure_slices
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.split_choice import SplitChoice
@@ -138,8 +138,8 @@ class Case:
 
     def halve(self, batch: Batch) -> SplitChoice:
         """Return ping-pong of two micro-batches, as without costs."""
-        slices = slice_batch(batch, place_cuts(batch, share_evenly(batch, 2)))
-        return replace(self.choose_best(batch), order=self._ping_pong, slices=slices)
+        cut = measure_cut(batch, place_cuts(batch, share_evenly(batch, 2)))
+        return replace(self.choose_best(batch), order=self._ping_pong, cut=cut)
 
 
 class Machine:

@@ -162,7 +162,7 @@ def test_a_step_that_is_given_what_its_program_does_not_take_runs_unsplit(
     given = None if handed is None else IntermediateTensors(handed)
     assert stage.check_inputs(given, tokens=8) == decline
     forward, seen = make_forward(Model(LAST)), []
-    forward._stage = stage
+    forward.runner._ends._stage = stage
     forward._forward = lambda *arguments: seen.append(arguments) or "unsplit"
     assert run(forward, intermediate_tensors=given) == "unsplit"
     assert seen == [(IDS, POSITIONS, given, None)]
