@@ -114,7 +114,7 @@ def test_digests_do_not_depend_on_the_process() -> None:
         "from tests.support.programs import *; from dbo_runtime.ir.render import digest\n"
         "three = [record_three_lanes(3)] * 3; print(digest(lower(three, alternate(three))))"
     )
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     for seed in ("1", "2", "3"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

@@ -17,6 +17,7 @@ from dbo_runtime.lab.verify.comparing_forward import Mismatch, Verification
 from dbo_runtime.lab.verify.results import join_pieces
 from dbo_runtime.lab.verify.verification import verify_adapter
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
+from tests.support.vllm import spoiled_ops
 from tests.support.vllm.engines import TINY
 from tests.support.vllm.families import make_family
 from tests.support.vllm.spoiled_ops import spoil_op
@@ -78,7 +79,7 @@ def test_an_op_that_computes_something_else_is_named(llama: str, monkeypatch: py
     assert {mismatch.op for mismatch in verification.mismatches if mismatch.cut is None} == {"L1.mlp"}, str(
         verification
     )
-    assert verification.mismatches[0].declared_at.startswith(__file__)
+    assert verification.mismatches[0].declared_at.startswith(str(spoiled_ops.__file__))
 
 
 @pytest.mark.vllm

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-TINY = Path(__file__).parents[3] / "examples" / "tiny-deepseek"
+TINY = Path(__file__).parents[4] / "examples" / "tiny-deepseek"
 PROMPTS = 4
 LENGTH = 60
 
