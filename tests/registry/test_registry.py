@@ -119,7 +119,7 @@ def test_the_page_reaches_the_goal_and_nothing_breaks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "what"),
-    [("Qwen3ForCausalLM", ADAPTER), ("Olmo2ForCausalLM", GENERIC), ("FalconH1ForCausalLM", DECLINED)],
+    [("Qwen3ForCausalLM", ADAPTER), ("GPTNeoXForCausalLM", GENERIC), ("OlmoeForCausalLM", DECLINED)],
 )
 def test_architectures_come_to_what_the_page_says(architecture: str, what: str) -> None:
     # In a process of its own: trials are forked, and the one that runs the tests has threads.
