@@ -249,8 +249,7 @@ def is_enabled(environ: Mapping[str, str]) -> bool:
 def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
     """Read the settings strictly.
 
-    An unknown variable that starts with `DBO_` is an error. A misspelt setting would otherwise have no effect without
-    any notice, as happened to users of vllm-ascend v0.11.
+    An unknown `DBO_` variable is an error: a misspelt one would silently have no effect, as in vllm-ascend v0.11.
 
     Raises:
         ConfigError: a setting is unknown or not allowed. The message names the variable, its value and what is allowed.

@@ -1,6 +1,7 @@
 """Helpers for tests: that an adapter's program equals its model, and that splitting changes no answer of a server.
 
 See docs/write-an-adapter.md and docs/reliability.md. Importing this module imports vLLM.
+It is the one public way into the laboratory, and no server imports it.
 """
 
 from dbo_runtime.lab.soak.check import check_equivalence

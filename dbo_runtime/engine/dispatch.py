@@ -97,7 +97,7 @@ class Dispatcher(Protocol):
         """Compute which token goes to which rank, without communication."""
 
     def exchange_sizes(self, routing: Routing) -> Routing:
-        """Exchange how many rows each rank receives. Collective. `dispatch` calls it if nobody has called it before."""
+        """Exchange how many rows each rank receives. Collective. `dispatch` calls it, unless it was called before."""
 
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Send the tokens *x* [tokens, hidden] to the ranks of their experts. Collective.

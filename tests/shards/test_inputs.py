@@ -1,4 +1,4 @@
-"""The inputs of a shard: what its tests import, and what lies beside that."""
+"""The inputs of a shard: what its tests import, and the data in those folders."""
 
 from __future__ import annotations
 

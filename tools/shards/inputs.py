@@ -1,7 +1,7 @@
 """The files that the outcome of a shard depends on, and one digest of what is in them.
 
 Those are the files of its tests, each `conftest.py` above them, all modules of this repository that these import, at
-once or through others, and the data beside these modules. Text such as "tests.ascend.false_alarms" counts as an import,
+once or through others, and the data in the folders of these modules. Text such as "tests.ascend.false_alarms" counts as an import,
 because programs are started by such names. Whatever imports vLLM depends on the plugins of `pyproject.toml`, too: vLLM
 loads them by itself. What a test reads by its path must be named under `inputs` in `tests/shards.json`.
 
@@ -115,7 +115,7 @@ class InputFinder:
         return frozenset(path for name in names for path in self._find_modules(name))
 
     def _find_data(self, folder: Path) -> frozenset[Path]:
-        """Return the data beside modules: what lies in their folder, and in folders below that hold no module."""
+        """Return the data of modules: files in their folder, and in folders below that hold no module."""
         if folder == self._root:
             return frozenset()
         if folder not in self._data:

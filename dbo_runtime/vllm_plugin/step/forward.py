@@ -43,7 +43,6 @@ class SplitForward:
 
     Attributes:
         phase: present use of the model by vLLM. Nothing is split before serving, except to profile memory.
-        runtime: makes plans and runs them.
     """
 
     def __init__(
