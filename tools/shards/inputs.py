@@ -1,9 +1,9 @@
 """The files that the outcome of a shard depends on, and one digest of what is in them.
 
 Those are the files of its tests, each `conftest.py` above them, all modules of this repository that these import, at
-once or through others, and the data in the folders of these modules. Text such as "tests.ascend.false_alarms" counts as an import,
-because programs are started by such names. Whatever imports vLLM depends on the plugins of `pyproject.toml`, too: vLLM
-loads them by itself. What a test reads by its path must be named under `inputs` in `tests/shards.json`.
+once or through others, and the data in the folders of these modules. Text such as "tests.ascend.false_alarms" counts as
+an import, because programs are started by such names. Whatever imports vLLM depends on the plugins of `pyproject.toml`,
+too: vLLM loads them by itself. What a test reads by its path must be named under `inputs` in `tests/shards.json`.
 
 grimp, which import-linter brings, is no help here: `tests` is no package, and this runs before anything is installed.
 """
