@@ -21,16 +21,18 @@ MAX_KNOWN = 1_024  # predictions to keep
 
 
 class Estimator:
-    """Predicts steps with one table, unsplit and in their best split."""
+    """Predicts steps with one table, unsplit and in their best split.
 
-    def __init__(self, table: CostTable) -> None:
+    Args:
+        table: costs to predict by.
+        steps: steps to find orders for all at once; other steps are planned by these orders, too. Without them, each
+            step gets orders of its own, which takes a second or two each.
+    """
+
+    def __init__(self, table: CostTable, steps: Sequence[Batch] = ()) -> None:
         self._table = table
-        self._planner: Planner | None = None
+        self._planner = open_planner(table, steps) if steps else None
         self._known: BoundedDict[tuple[Batch, RuntimeConfig], tuple[Prediction, ...]] = BoundedDict(MAX_KNOWN)
-
-    def expect(self, steps: Sequence[Batch]) -> None:
-        """Find orders for all of these steps at once. Further steps are planned by these orders, too."""
-        self._planner = open_planner(self._table, steps)
 
     def estimate(self, batch: Batch, config: RuntimeConfig) -> Prediction | None:
         """Return the prediction for the best number of micro-batches; None if the step cannot be cut."""

@@ -30,9 +30,9 @@ from dbo_runtime.lab.whatif.scale import (
     set_model,
 )
 from dbo_runtime.lab.whatif.scale_cases import find_scale_cases
-from dbo_runtime.lab.whatif.sweep import GRIDS, GridPoint, has_sizes, parse_axes, sweep
+from dbo_runtime.lab.whatif.sweep import GRIDS, GridPoint, has_sizes, list_steps, parse_axes, sweep
 from dbo_runtime.lab.whatif.sweep_report import describe_sweep, list_cells
-from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, predict_step
+from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, list_tried_sizes, predict_step
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_values import read_count
@@ -132,17 +132,22 @@ def _print_fleet(arguments: argparse.Namespace) -> int:
 def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
     if arguments.trace or arguments.figure:
         raise ConfigError("--trace and --figure show one step; leave out --sweep.")
-    axes, estimator = parse_axes(arguments.sweep), Estimator(table)
+    axes = parse_axes(arguments.sweep)
+    steps, searched_to, estimator = list_steps(axes, batch), 0, None
+    if has_sizes(axes):
+        searched_to = steps[-1].tokens
+        estimator = Estimator(table, [*steps, *_list_tried(batch, searched_to)])
     cells = sweep(table, batch, config, axes, _show_progress, estimator, _find_network(arguments))
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
-    searched_to = int(max(cells[-1].values.values()))
     break_evens = (
-        [compute_break_even(estimator, batch, config, searched_to, parts) for parts in (1, 2)]
-        if has_sizes(axes)
-        else []
+        [compute_break_even(estimator, batch, config, searched_to, parts) for parts in (1, 2)] if estimator else []
     )
     return _print(describe_sweep(cells, config.margin, break_evens))
+
+
+def _list_tried(batch: Batch, searched_to: int) -> list[Batch]:
+    return [resize_batch(batch, size) for size in list_tried_sizes(searched_to)]
 
 
 def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
@@ -158,7 +163,7 @@ def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
 def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
     answer = predict_step(table, batch, config)
     furthest = max(batch.tokens, MAX_BREAK_EVEN_TOKENS if batch.prefill_tokens else MAX_BREAK_EVEN_DECODES)
-    break_even = compute_break_even(Estimator(table), batch, config, furthest)
+    break_even = compute_break_even(Estimator(table, _list_tried(batch, furthest)), batch, config, furthest)
     what = arguments.costs, table, answer, break_even, config.margin
     _print(json.dumps(list_figures(*what), indent=2) if arguments.json else describe_whatif(*what))
     _write_pictures(arguments, answer)

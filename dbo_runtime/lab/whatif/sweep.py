@@ -74,6 +74,12 @@ def list_grid(axes: Sequence[str], are_decodes: bool = False) -> dict[str, tuple
     return {name: grids[name][:: 2 if len(axes) > 2 else 1] for name in names}
 
 
+def list_steps(axes: Sequence[str], batch: Batch) -> list[Batch]:
+    """Return a step of each size in the grid, which resemble *batch*."""
+    grid = list_grid(axes, not batch.prefill_tokens)
+    return [resize_batch(batch, int(size)) for size in grid.get(TOKENS, grid.get(DECODES, (batch.tokens,)))]
+
+
 GridPoint = tuple[float, ...]
 Progress = Callable[[Sequence[GridPoint]], Iterable[GridPoint]]
 
@@ -91,7 +97,7 @@ def sweep(
 
     Other properties are those of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *progress*, such as
     a progress bar, is called with the points and yields them. *estimator* is an estimator for *table*, if the caller
-    has one. *network* is the network to scale the number of ranks on; see `scale_tensor`.
+    has one that suits the sizes. *network* is the network to scale the number of ranks on; see `scale_tensor`.
 
     Raises:
         ConfigError: the costs cannot be scaled.
@@ -99,14 +105,12 @@ def sweep(
     grid = list_grid(axes, not batch.prefill_tokens)
     estimators: dict[tuple[float, ...], Estimator] = {} if estimator is None else {(): estimator}
     cells = []
-    sizes = grid.get(TOKENS, grid.get(DECODES, (batch.tokens,)))
-    steps = [resize_batch(batch, int(size)) for size in sizes]
+    steps = list_steps(axes, batch)
     for point in progress(list(product(*grid.values()))):
         values = dict(zip(grid, point, strict=True))
         machine = tuple(value for axis, value in values.items() if axis not in (TOKENS, DECODES))
         if machine not in estimators:
-            estimators[machine] = Estimator(_scale(table, values, network))
-            estimators[machine].expect(steps)
+            estimators[machine] = Estimator(_scale(table, values, network), steps)
         sized = resize_batch(batch, int(values.get(TOKENS, values.get(DECODES, batch.tokens))))
         cells.append(Cell(MappingProxyType(values), estimators[machine].list_options(sized, config)))
     return cells

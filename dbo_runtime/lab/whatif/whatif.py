@@ -135,13 +135,18 @@ def predict_step(table: CostTable, batch: Batch, config: RuntimeConfig) -> WhatI
     )
 
 
+def list_tried_sizes(searched_to: int) -> list[int]:
+    """Return the powers of two up to *searched_to*, in tokens."""
+    return [1 << power for power in range(searched_to.bit_length())]
+
+
 def compute_break_even(
     estimator: Estimator, batch: Batch, config: RuntimeConfig, searched_to: int, parts: int = 2
 ) -> BreakEven:
     """Return the number of tokens from which batches like *batch* would run in *parts* or more micro-batches.
 
-    A single micro-batch counts if it has ops on `side`. Powers of two up to *searched_to* are tried; then the interval
-    before the first one that pays is bisected.
+    A single micro-batch counts if it has ops on `side`. The sizes of `list_tried_sizes` are tried; then the interval
+    before the first one that pays is bisected. *estimator* is best made for steps of these sizes.
     """
 
     def pays(tokens: int) -> bool:
@@ -149,8 +154,7 @@ def compute_break_even(
         chosen = next((option for option in options if option.pays(config.margin)), None)
         return chosen is not None and chosen.micro_batches >= parts
 
-    sizes = [1 << power for power in range(int(parts > 1), searched_to.bit_length())]
-    estimator.expect([resize_batch(batch, size) for size in sizes])
+    sizes = [size for size in list_tried_sizes(searched_to) if parts == 1 or size > 1]
     paying = [size for size in sizes if pays(size)]
     if not paying:
         return BreakEven(None, sizes[-1] if sizes else searched_to)

@@ -94,7 +94,8 @@ class Planner:
         self._placements = Placements(program, table)
         self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
         self._preparation = Preparation(self._placements.programs, self._tables, max_states, keeps_layers)
-        self._books: dict[int, OrderBook] = {}
+        self._books: dict[int, OrderBook] = {}  # those of the settings, by number of micro-batches
+        self._made: dict[int, OrderBook] = {}  # and those of earlier settings with the same policy and `side`
         self._booked_for: tuple[object, ...] = ()
         self._config: RuntimeConfig | None = None
 
@@ -126,17 +127,14 @@ class Planner:
         self.memory.forget_decisions()
         counts = self.list_counts(config)
         if (config.policy, config.side) != self._booked_for:
-            self._books, self._booked_for = {}, (config.policy, config.side)
+            self._made, self._booked_for = {}, (config.policy, config.side)
         # A step that allows fewer cuts than asked for has fewer micro-batches.
         wanted = sorted({*counts, *range(2, max(counts))})
-        missing = [count for count in wanted if count not in self._books]
+        missing = [count for count in wanted if count not in self._made]
         allowed = self._placements.list_allowed(config)
-        made = {
-            count: self._preparation.make_book(samples, allowed, config)
-            for count, samples in list_samples(self._shapes, missing, self._density).items()
-        }
-        books = {**self._books, **made}
-        self._books = {count: books[count] for count in wanted if count in books}
+        for count, samples in list_samples(self._shapes, missing, self._density).items():
+            self._made[count] = self._preparation.make_book(samples, allowed, config)
+        self._books = {count: self._made[count] for count in wanted if count in self._made}
 
     def list_counts(self, config: RuntimeConfig) -> list[int]:
         """Return the numbers of micro-batches to choose from; 1 is among them if ops may be concurrent on `side`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from dbo_runtime.lab.whatif.scale import (
     set_model,
 )
 from dbo_runtime.lab.whatif.sweep import GRIDS, list_grid, parse_axes, sweep
-from dbo_runtime.lab.whatif.whatif import BreakEven, Split, WhatIf, compute_break_even, predict_step
+from dbo_runtime.lab.whatif.whatif import BreakEven, Split, WhatIf, compute_break_even, list_tried_sizes, predict_step
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_file import format_costs, parse_costs, save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -277,9 +277,6 @@ class FakeEstimator:
     def __init__(self, pays: Callable[[int], bool]) -> None:
         self._pays = pays
 
-    def expect(self, steps: Sequence[Batch]) -> None:
-        pass
-
     def list_options(self, batch: Batch, config: RuntimeConfig) -> list[Prediction]:
         return [Prediction(1.0, 0.9 if self._pays(batch.tokens) else 1.0, 2)]
 
@@ -304,7 +301,7 @@ def test_break_even_is_the_first_size_that_pays(
 def test_one_token_less_than_break_even_does_not_pay() -> None:
     table, batch = open_case("910c-share-5591")
     config = replace(IN_TWO, margin=0.05)
-    estimator = Estimator(table)
+    estimator = Estimator(table, [resize_batch(batch, size) for size in list_tried_sizes(8192)])
     break_even = compute_break_even(estimator, batch, config, 8192)
     assert break_even.tokens is not None
     assert break_even.exceptions == ()
