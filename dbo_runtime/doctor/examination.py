@@ -16,6 +16,10 @@ from dbo_runtime.doctor.probe_process import run_probe
 from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.doctor.settings import check_costs, check_settings, check_switch, check_trace, split_settings
 
+_TRANSPORT = (
+    "not checked: give the serve command after --; where there is no communication to hide, `auto` splits nothing"
+)
+
 
 def examine(environ: Mapping[str, str], model: str | None = None, command: ServeCommand | None = None) -> list[Finding]:
     """Return the findings for a vLLM started with *environ*, and for a *model* folder if given.
@@ -45,11 +49,7 @@ def examine(environ: Mapping[str, str], model: str | None = None, command: Serve
         *check_settings(environ, problems),
         check_costs(config),
         *check_trace(config),
-        Finding(
-            "transport",
-            "info",
-            "known once vLLM has started; where there is no communication to hide, `auto` splits nothing",
-        ),
+        *([] if command else [Finding("transport", "info", _TRANSPORT)]),
     ]
 
 

@@ -12,6 +12,11 @@ from dbo_runtime.doctor.probe_process import run_probe
 from dbo_runtime.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_TRY = (
+    "spread ranks over hosts, or serve on chips, whose links work while they compute; or set DBO_MODE=always to see "
+    "split steps that gain nothing"
+)
+_UNKNOWN = "if the launcher puts all ranks on one host, `auto` splits nothing"
 USAGE = "dbo doctor -- [NAME=VALUE ...] vllm serve MODEL [OPTIONS]"
 
 
@@ -52,6 +57,11 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
     return [
         _describe_layout(facts),
         *(Finding("command", "fail", found) for found in facts["declines"]),
+        *(
+            [Finding("command", "warn", facts["misfit"], "until then `auto` goes by thresholds")]
+            if facts["misfit"]
+            else []
+        ),
         *(Finding("command", "info", note) for note in facts["notes"]),
     ]
 
@@ -71,7 +81,10 @@ def _describe_layout(facts: Mapping[str, Any]) -> Finding:
     if facts["declines"]:
         return Finding("command", "info", f"{found}: every step would run unsplit")
     overlaps = list_overlaps(sizes)
+    if facts["hides nothing"]:
+        remedy = _TRY if overlaps else "spread layers over ranks, as with --tensor-parallel-size"
+        return Finding("command", "fail", f"{found}: every step would run unsplit: {facts['hides nothing']}", remedy)
     if not overlaps:
-        remedy = "spread layers over ranks, as with --tensor-parallel-size"
-        return Finding("command", "fail", f"{found}: no communication to hide, `auto` splits nothing", remedy)
-    return Finding("command", "ok", f"{found}: {' and '.join(overlaps)} would overlap with computation")
+        return Finding("command", "warn", f"{found}: steps may be split, but there is no communication to hide")
+    where = f"; {_UNKNOWN}" if facts["transport"] is None else ""
+    return Finding("command", "ok", f"{found}: {' and '.join(overlaps)} would overlap with computation{where}")

@@ -47,7 +47,7 @@ def check_switch(config: RuntimeConfig) -> Finding:
     if not config.enabled:
         return Finding("switch", "fail", "overlap is turned off", f"export {ENABLE}=1, on every host")
     if config.mode == "off":
-        return Finding("switch", "fail", "DBO_MODE=off: every step runs unsplit", "export DBO_MODE=auto")
+        return Finding("switch", "fail", "DBO_MODE is off: every step runs unsplit", "export DBO_MODE=auto")
     return Finding("switch", "ok", f"overlap is turned on, mode {config.mode}")
 
 

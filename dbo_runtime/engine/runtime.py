@@ -15,6 +15,7 @@ from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.executor import Enter, Executor, Inputs, Outputs, no_context
 from dbo_runtime.engine.executor_cache import ExecutorCache, make_sanitized
+from dbo_runtime.engine.transport import check_transport
 from dbo_runtime.errors import get_context
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.policies import LATEST_FIRST, keep_layers
@@ -31,17 +32,8 @@ from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-NOTHING_TO_HIDE = {
-    "none": "no layer is spread over ranks",
-    "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
-    "one host": "all ranks are on one host, where communication takes the cores that compute",
-}
-"""Transports whose communication is not worth overlapping, each with the reason."""
-
 SharedSplit: TypeAlias = "SplitChoice | Cut"
 """A split that data parallel ranks share: a `SplitChoice` with costs, or only a `Cut` without."""
-
-HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transport, why in NOTHING_TO_HIDE.items()}
 
 OFF = Decline("DBO_MODE is off")
 
@@ -154,16 +146,11 @@ class MicroBatchRuntime:
         self.config = config
 
     def check_transport(self, transport: str) -> Decline | None:
-        """Decline every step if there is no communication to hide; `auto` only.
-
-        A planner changes that where all ranks are on one host: its costs say whether communication is worth hiding. And
-        concurrent compute lanes pay without any communication.
-        """
-        if self.config.mode != "auto" or transport not in NOTHING_TO_HIDE:
-            return None
-        if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
-            return None
-        return HIDES_NOTHING[transport]
+        """Decline every step if there is no communication to hide; see `transport.check_transport`."""
+        planner = self._planner
+        return check_transport(
+            transport, self.config.mode, planner is not None, planner is not None and planner.can_use_side
+        )
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Decline a step of *tokens* tokens before its requests are read, if no requests would get it split."""

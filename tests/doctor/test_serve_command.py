@@ -45,11 +45,36 @@ def test_what_would_overlap_is_named(sizes: dict[str, int], found: str, monkeypa
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pipeline": 2}, {"data": 2}], ids=str)
-def test_without_communication_in_layers_nothing_is_split(
+def test_without_communication_in_layers_the_remedy_is_to_spread_them(
     sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (finding,) = check({"parallel": {**ALONE, **sizes}, "declines": []}, monkeypatch)
-    assert (finding.state, "no communication to hide" in finding.found) == ("fail", True)
+    (finding,) = check({"parallel": {**ALONE, **sizes}, "declines": [], "hides nothing": "why"}, monkeypatch)
+    assert (finding.state, "every step would run unsplit: why" in finding.found) == ("fail", True)
+    assert "--tensor-parallel-size" in finding.remedy
+
+
+def test_splitting_without_communication_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check({"parallel": ALONE, "declines": []}, monkeypatch)
+    assert (finding.state, "there is no communication to hide" in finding.found) == ("warn", True)
+
+
+def test_ranks_whose_communication_hides_nothing_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"parallel": {**ALONE, "tensor": 2}, "declines": [], "transport": "shared memory", "hides nothing": "why"}
+    (finding,) = check(facts, monkeypatch)
+    assert (finding.state, "every step would run unsplit: why" in finding.found) == ("fail", True)
+    assert "DBO_MODE=always" in finding.remedy
+
+
+def test_where_the_launcher_places_ranks_the_doctor_says_what_it_cannot_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"parallel": {**ALONE, "tensor": 2}, "declines": [], "transport": None}
+    (finding,) = check(facts, monkeypatch)
+    assert (finding.state, "if the launcher puts all ranks on one host" in finding.found) == ("ok", True)
+
+
+def test_costs_of_another_layout_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"parallel": {**ALONE, "tensor": 4}, "declines": [], "misfit": "tensor is 2, here it is 4"}
+    first, second = check(facts, monkeypatch)
+    assert (first.state, second.state, second.found) == ("ok", "warn", "tensor is 2, here it is 4")
 
 
 def test_a_package_that_is_missing_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +96,8 @@ def test_what_a_platforms_defaults_mean_is_told_at_last(monkeypatch: pytest.Monk
 
 def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return the findings where the process that imports vLLM reports these facts."""
-    answer = {"architecture": "SomeForCausalLM", "platform": "npu", "notes": [], **facts}
+    usual = {"transport": "device", "hides nothing": None, "misfit": None, "notes": []}
+    answer = {"architecture": "SomeForCausalLM", "platform": "npu", **usual, **facts}
     monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)
     return check_serve_command(ServeCommand({}, ("model",)), {})
 
@@ -86,7 +112,7 @@ def test_options_need_a_model(core: Surroundings) -> None:
 
 def test_a_command_is_checked_with_its_own_variables(serving: Surroundings) -> None:
     printed = serving.run("--", "DBO_MODE=off", "vllm", "serve", "model").stdout
-    assert "DBO_MODE=off: every step runs unsplit" in printed
+    assert "DBO_MODE is off: every step runs unsplit" in printed
     assert "FAIL  command  " in printed  # this vLLM is a stub, without a command line
 
 

@@ -44,6 +44,21 @@ def list_parallel_sizes(vllm_config: VllmConfig) -> dict[str, int]:
     }
 
 
+def count_hosts(vllm_config: VllmConfig) -> int | None:
+    """Return the number of hosts that the ranks will be on; None if only the start decides that.
+
+    Ray and external launchers place ranks themselves. A rank that is started by itself (`--data-parallel-rank`) does
+    not know where the others are.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.nnodes > 1:
+        return int(parallel.nnodes)
+    if parallel.distributed_executor_backend not in (None, "mp", "uni") or parallel.data_parallel_external_lb:
+        return None
+    ranks: int = parallel.data_parallel_size
+    return -(-ranks // (parallel.data_parallel_size_local or ranks))
+
+
 def describe_parallel(vllm_config: VllmConfig, hosts: int) -> dict[str, int]:
     """Return the numbers of ranks and hosts that a model is spread over."""
     parallel = vllm_config.parallel_config

@@ -13,7 +13,6 @@ from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.declines import warn_declined
-from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.api.features import may_diverge
 from dbo_runtime.vllm_plugin.api.groups import dispatches_chunks
@@ -28,6 +27,7 @@ from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
+from dbo_runtime.vllm_plugin.install.announcement import Announcement
 from dbo_runtime.vllm_plugin.install.rank_presence import require_all_ranks
 from dbo_runtime.vllm_plugin.install.recorded_model import RecordedModel, record_model
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
@@ -93,7 +93,7 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             served.encoder = _make_encoder(encoder, rank, device, metrics)
         if isinstance(recorded, RecordedModel):
             _set_up_steps(served, runner, recorded, rank, collectives, device, metrics)
-            _announce(recorded.adapter, rank, collectives)
+            served.announcement = Announcement(rank, recorded.adapter, collectives.fused_attention_reason)
     served.install(model)
 
 
@@ -238,31 +238,3 @@ def _open_traces(rank: RankContext, device: Device) -> TraceFolder | None:
     if not config.trace:
         return None
     return TraceFolder(config.trace, config.trace_steps, rank.groups.all_ranks, device, rank.log, rank.stage.name)
-
-
-def _announce(adapter: ModelAdapter, rank: RankContext, collectives: ModelCollectives) -> None:
-    """Log how steps are split."""
-    groups, layers, config = rank.groups, rank.stage.layers, rank.config
-    if collectives.fused_attention_reason is not None:
-        reason = str(collectives.fused_attention_reason)
-        rank.log.info("attention stays one op, with no concurrent ops", reason=reason)
-    rank.log.info(
-        "dual-batch overlap is active",
-        model=rank.vllm_config.model_config.architecture,
-        adapter=name_adapter(adapter),
-        layers=f"{layers.start} to {layers.stop - 1}" if layers else None,
-        device=rank.platform.name,
-        ranks=groups.all_ranks.world_size,
-        data_parallel=1 if groups.data_parallel is None else groups.data_parallel.world_size,
-        transport=rank.transport,
-        mode=config.mode,
-        micro_batches=config.micro_batches or "auto",
-        policy=name_policy(*config.policy),
-        dispatch=rank.dispatch,
-        side=config.side,
-        min_tokens=config.min_tokens,
-        min_prefill_tokens=config.min_prefill_tokens,
-        check=str(config.check),
-    )
-    if rank.platform.notice and not config.check:
-        rank.log.warning(rank.platform.notice, advice="compare steps once, with DBO_CHECK=1")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # vLLM imports the worker extension, and with it this module,
     from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
     from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
     from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
+    from dbo_runtime.vllm_plugin.install.announcement import Announcement
     from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
     from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
@@ -30,6 +31,7 @@ class ServedModel:
         encoder: the forward that splits the vision encoder; None if there is no encoder, or it is not split.
         costs: source of the costs that the runtime plans by.
         compiler: compiler of the program's ops, used before serving; None if they run eager.
+        announcement: line of the log for a model whose steps can be split; None if they cannot.
     """
 
     rank: RankContext
@@ -37,6 +39,7 @@ class ServedModel:
     encoder: SplitEncoder | None = None
     costs: CostSource | None = None
     compiler: OpCompiler | None = None
+    announcement: Announcement | None = None
 
     def install(self, model: VllmModel) -> None:
         """Store this on *model*, and install the splitting forwards."""
@@ -58,7 +61,9 @@ class ServedModel:
                 self.compiler.compile(runtime.program)
             if self.costs is not None:
                 self.costs.prepare(runtime.config)
-            self.forward.start_serving(is_final)
+            decline = self.forward.start_serving(is_final)
+            if self.announcement is not None:
+                self.announcement.make(decline)
         if self.encoder is not None:
             self.encoder.start_serving()
 

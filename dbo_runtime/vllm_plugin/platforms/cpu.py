@@ -59,6 +59,16 @@ class CpuPlatform(Platform):
         module = getattr(groups.tensor_parallel.device_communicator, "dist_module", None)
         return "shared memory" if type(module).__name__ == _SHARED_MEMORY else "network"
 
+    def predict_transport(self, ranks: int, dispatches: bool, hosts: int | None) -> str | None:
+        """Return the transport that is to be expected; see `Platform.predict_transport`."""
+        if ranks == 1:
+            return "none"
+        if hosts is None:
+            return None
+        if dispatches:
+            return "one host" if hosts == 1 else "network"
+        return "shared memory" if hosts == 1 and _has_shared_memory() else "network"
+
     def get_chip_name(self) -> str:
         """Return the name of this host's processor."""
         with open("/proc/cpuinfo", encoding="utf-8") as info:
@@ -70,3 +80,12 @@ class CpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
 
         return CpuAttention
+
+
+def _has_shared_memory() -> bool:
+    """Return whether vLLM's kernels for this processor reduce through shared memory; those for AVX2 do not."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "init_shm_manager")

@@ -164,6 +164,16 @@ class Platform:
         """
         return "none" if groups.all_ranks.world_size == 1 else "device"
 
+    def predict_transport(self, ranks: int, dispatches: bool, hosts: int | None) -> str | None:
+        """Return the transport that `get_transport` will find; None if that is not known before the start.
+
+        Args:
+            ranks: number of ranks that communicate in a step.
+            dispatches: whether they send tokens to experts on other ranks.
+            hosts: number of hosts that they will be on; None if that is not known.
+        """
+        return "none" if ranks == 1 else "device"
+
     def describe_machine(self) -> dict[str, str]:
         """Return the properties that identify this kind of machine. Machines of one kind have the same costs."""
         import torch

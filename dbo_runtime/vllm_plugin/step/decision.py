@@ -152,19 +152,21 @@ class StepDecider:
         self.platform.return_context(parts[0], get_forward_context())
         return parts[0]
 
-    def find_permanent_decline(self) -> Decline | None:
-        """Return why no further step is split, if settings, costs and the layout of ranks alone prevent it.
+    def find_general_decline(self) -> Decline | None:
+        """Return why every step is declined, if settings, costs and the layout of ranks alone decline it.
 
-        It is equal on all ranks. It is None while ranks compare their decisions (DBO_CHECK), and if unsplit steps run
-        ops concurrently.
+        It is equal on all ranks. It is None if unsplit steps run ops concurrently.
         """
         runtime, refusal = self.runtime, self._find_refusal()
         if refusal is not None:
             return refusal
-        is_chosen = self.choose_cuts is not None or self.choose_sizes is not None
-        if runtime.config.check or runtime.forces_side or is_chosen:
+        if runtime.forces_side or self.choose_cuts is not None or self.choose_sizes is not None:
             return None
         return OFF if runtime.config.mode == "off" else runtime.check_transport(self._transport)
+
+    def find_permanent_decline(self) -> Decline | None:
+        """Return `find_general_decline`, but None while ranks compare their decisions (DBO_CHECK) about each step."""
+        return self._find_refusal() if self.runtime.config.check else self.find_general_decline()
 
     def _find_refusal(self) -> Decline | None:
         """Return why no step is split, whatever the settings: ops fail, or give other results. Equal on all ranks."""

@@ -84,11 +84,15 @@ class SplitForward:
             "timed steps": self.observer.size_and_capacity,
         }
 
-    def start_serving(self, is_final: bool = False) -> None:
-        """Split steps from now on, because vLLM has warmed up. *is_final*: settings, cuts and costs do not change."""
+    def start_serving(self, is_final: bool = False) -> Decline | None:
+        """Split steps from now on, because vLLM has warmed up. Return why every step will run unsplit, if so.
+
+        *is_final*: settings, cuts and costs do not change.
+        """
         self.phase = Phase.SERVING
         self._is_final = is_final
         self._restore_forward()
+        return self.decider.find_general_decline()
 
     def __call__(
         self,
@@ -117,7 +121,9 @@ class SplitForward:
             self.observer.finish(decision.plan, timer, planning)
         if repetition is not None:
             results = self._comparison.conclude(results, repetition, decision, is_checked)
-            self._restore_forward()
+            reason = self._restore_forward()
+            if reason is not None:
+                self.runtime.decline_all(reason)
         return results
 
     def _decide(self, arguments: StepArguments) -> StepDecision:
@@ -145,12 +151,14 @@ class SplitForward:
         """Save everything that is needed to run the step again."""
         return Repetition(self._forward, arguments, SavedStates(get_forward_context()), self.decider.platform)
 
-    def _restore_forward(self) -> None:
-        """Give the model its own forward back if no further step is split. Then this package adds no time to steps."""
+    def _restore_forward(self) -> Decline | None:
+        """Give the model its own forward back if no further step is split, and return why it is not.
+
+        Then this package adds no time to steps.
+        """
         reason = self.decider.find_permanent_decline() if self._is_final else None
-        if reason is None:
-            return
-        self._model.forward = self._forward
-        self.runtime.decline_all(reason)
-        if self.observer.metrics is not None:
-            self.observer.metrics.count_standing(reason)
+        if reason is not None:
+            self._model.forward = self._forward
+            if self.observer.metrics is not None:
+                self.observer.metrics.count_standing(reason)
+        return reason

@@ -123,7 +123,8 @@ def test_where_there_is_nothing_to_hide_vllms_own_forward_serves_and_metrics_say
     assert 'asked="yes"' in labels
     assert known == 0
     assert set(steps.values()) == {0}
-    assert log.count("every further step runs unsplit") == 1
+    assert log.count("every step runs unsplit") == 1
+    assert "overlap is active" not in log
     assert log.count("no costs to plan with") == 1
 
 

@@ -24,7 +24,8 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
-from dbo_runtime.engine.runtime import NOTHING_TO_HIDE, MicroBatchRuntime
+from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.engine.transport import HIDES_NOTHING
 from dbo_runtime.errors import ConfigError, ScheduleError, SplitError
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.observe.timeline import Timeline
@@ -186,14 +187,14 @@ def test_nothing_is_split_before_vllm_has_warmed_up() -> None:
     assert forward.runtime.statistics.declined == {"starting up": 1}
 
 
-@pytest.mark.parametrize("transport", NOTHING_TO_HIDE)
+@pytest.mark.parametrize("transport", HIDES_NOTHING)
 def test_auto_declines_where_there_is_nothing_to_hide(transport: str) -> None:
     forward = make_forward(Model(), mode="auto", transport=transport)
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.declined == {"no communication to hide": 1}
 
 
-@pytest.mark.parametrize("transport", NOTHING_TO_HIDE)
+@pytest.mark.parametrize("transport", HIDES_NOTHING)
 def test_with_costs_auto_may_split_where_other_processes_of_the_host_carry_tokens(transport: str) -> None:
     """What a reduce over shared memory takes, it computes; and one rank has none."""
     forward = make_forward(Model(), mode="auto", transport=transport)

@@ -41,9 +41,10 @@ def test_a_model_of_which_nothing_is_split_runs_its_own_forward_again(
 ) -> None:
     model = Model()
     forward = install(model, metrics=Metrics(tmp_path, "tiny", 0), **options)
-    forward.start_serving(is_final=True)
+    decline = forward.start_serving(is_final=True)
+    assert decline is not None
+    assert decline.reason == reason
     assert has_own_forward(model)
-    assert forward.runtime._log.events == ["every further step runs unsplit"]  # type: ignore[attr-defined]
     counts = scrape(tmp_path)
     assert counts["vllm:dbo_standing_declines_total"] == {("tiny", "0", reason): 1}
     assert set(counts["vllm:dbo_steps_total"].values()) == {0}
@@ -53,7 +54,9 @@ def test_a_model_of_which_nothing_is_split_runs_its_own_forward_again(
 def test_where_settings_may_change_each_step_is_declined(options: dict[str, Any], reason: str) -> None:
     model = Model()
     forward = install(model, **options)
-    forward.start_serving()
+    decline = forward.start_serving()
+    assert decline is not None
+    assert decline.reason == reason
     assert model.forward is forward
     assert torch.equal(run(forward), EXPECTED)
     assert forward.runtime.statistics.declined == {reason: 1}
@@ -89,7 +92,9 @@ def test_a_difference_from_unsplit_steps_ends_splitting_and_costs(is_final: bool
     model.slip = 1.0  # of the model's own forward
     forward = install(model)
     forward.decider.first_steps = FirstSteps(Lines())
-    forward.start_serving(is_final)
+    assert forward.start_serving(is_final) is None
     assert model.forward is forward
     assert torch.equal(run(forward), EXPECTED + model.slip)
     assert has_own_forward(model) is is_final
+    told = forward.runtime._log.events  # type: ignore[attr-defined]
+    assert told.count("every further step runs unsplit") == int(is_final)
