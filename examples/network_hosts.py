@@ -1,4 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by a link of limited rate. Needs root and iproute2."""
+"""Two hosts on one machine: network namespaces joined by a link of limited rate.
+
+Needs iproute2, and root or a kernel that lets users make namespaces.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +19,12 @@ from types import TracebackType
 # processor and received piece by piece. A network card does that by itself, and here it would be time for computation.
 LARGEST_PACKET = 16384
 HEADERS = 256
+TOOLS_OF_ROOT = ("/usr/sbin", "/sbin")  # where `ip` and `tc` may be, which users do not have on their path
+MAKE_ROOM = "mount -t tmpfs tmpfs /run"  # in which `ip netns` keeps its names
+TRY_HOST = (
+    "ip netns add try && ip netns exec try tc qdisc add dev lo root tbf rate 1mbit burst 20000b latency 1ms"
+    " && ip link add try0 netns try type veth peer name try1 netns try"
+)
 
 
 class NetworkError(RuntimeError):
@@ -112,10 +122,25 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
 
 
+def become_root_of_namespaces() -> None:
+    """Run this program again as root of user, network and mount namespaces of its own; return if that cannot be.
+
+    There, and nowhere else, it may make hosts. They vanish with its last process.
+    """
+    os.environ["PATH"] += os.pathsep + os.pathsep.join(TOOLS_OF_ROOT)
+    words = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", f'{MAKE_ROOM} && exec "$@"', "sh"]
+    probe = f"{MAKE_ROOM} && {TRY_HOST}"
+    if os.geteuid() == 0 or subprocess.run([*words[:6], probe], capture_output=True).returncode:
+        return
+    os.execvp(words[0], [*words, sys.executable, *sys.argv])
+
+
 def check_requirements() -> None:
     """Raise NetworkError if hosts cannot be made here."""
     if os.geteuid() != 0:
-        raise NetworkError("two hosts on one machine need root: network namespaces cannot be made otherwise.")
+        raise NetworkError(
+            "Two hosts on one machine need root, or a kernel that lets users make network namespaces (`unshare -Urn`)."
+        )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise NetworkError(f"{' and '.join(missing)} not found: install iproute2.")

@@ -55,6 +55,10 @@ def main() -> int:
     if not prompts:
         print(f"error: {arguments.prompts} has no prompt in it; write one a line.", file=sys.stderr)
         return 2
+    if arguments.link != "none":
+        import slow_link
+
+        return slow_link.demonstrate(Path(__file__), arguments, prompts)
     with tempfile.TemporaryDirectory() as directory:
         without = run(arguments, Path(directory, "without.json"), {"VLLM_ASCEND_ENABLE_DBO": "0"})
         overlapped = run(
@@ -73,6 +77,8 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
+    from two_hosts import add_node_arguments
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="where vLLM runs (default: cpu)")
     parser.add_argument(
@@ -107,9 +113,20 @@ def parse_arguments() -> argparse.Namespace:
         metavar="JSON",
         help="""more arguments of vLLM's LLM, such as '{"enforce_eager": true}'""",
     )
+    parser.add_argument(
+        "--link",
+        choices=("auto", "namespaces", "emulated", "none"),
+        help="link between two CPU ranks: between hosts made of network namespaces, emulated, or none, on one host "
+        "(default: auto on cpu, the first of these that can be had; none with --pictures and on npu)",
+    )
+    parser.add_argument("--rate", default="200mbit", help="rate of the link, in the words of tc (default: 200mbit)")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_node_arguments(parser)
     arguments = parser.parse_args()
     arguments.model = arguments.model or (TINY_VISION if arguments.pictures else TINY)
+    if arguments.link is None:
+        one_host = arguments.pictures or arguments.device == "npu" or arguments.tp != 2 or arguments.mode is not None
+        arguments.link = "none" if one_host else "auto"
     return arguments
 
 

@@ -60,8 +60,13 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the model, and the arguments of a node of `run_on_hosts`."""
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: 4)")
-    parser.add_argument("--node", type=int, choices=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
+    add_node_arguments(parser)
+
+
+def add_node_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments with which `run_nodes` runs a program on either host."""
+    parser.add_argument("--node", type=int, choices=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--master", help=argparse.SUPPRESS)
     parser.add_argument("--interfaces", nargs=2, help=argparse.SUPPRESS)
 
