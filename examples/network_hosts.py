@@ -130,7 +130,7 @@ def become_root_of_namespaces() -> None:
     os.environ["PATH"] += os.pathsep + os.pathsep.join(TOOLS_OF_ROOT)
     words = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", f'{MAKE_ROOM} && exec "$@"', "sh"]
     probe = f"{MAKE_ROOM} && {TRY_HOST}"
-    if os.geteuid() == 0 or subprocess.run([*words[:6], probe], capture_output=True).returncode:
+    if os.geteuid() == 0 or subprocess.run([*words[:7], probe], capture_output=True).returncode:
         return
     os.execvp(words[0], [*words, sys.executable, *sys.argv])
 

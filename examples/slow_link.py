@@ -25,6 +25,7 @@ from dbo_runtime.vllm_plugin.extension import WorkerExtension
 PREFILL = (4, 500)  # prompts, and tokens of each
 REPEATS = 5
 SHOWN = 12
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}  # of torch, about what vLLM calls
 
 
 class EmulatedLink(WorkerExtension):
@@ -67,7 +68,7 @@ def demonstrate(program: Path, arguments: argparse.Namespace, prompts: list[str]
             print(f"{error} The link is emulated instead.", file=sys.stderr)
         else:
             with TwoHosts(arguments.rate) as hosts:
-                return run_nodes(program, hosts, Path(arguments.model), {})
+                return run_nodes(program, hosts, Path(arguments.model), QUIET)
     return emulate(arguments, prompts)
 
 
@@ -76,7 +77,9 @@ def emulate(arguments: argparse.Namespace, prompts: list[str]) -> int:
     from offline_dualbatch_overlap_npu import share_cores
 
     variables = {
+        **QUIET,
         "VLLM_ASCEND_ENABLE_DBO": "1",
+        "DBO_MODE": "always",  # `auto` would find all ranks on one host
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": share_cores(2),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),

@@ -26,7 +26,7 @@ def check_transport(transport: str, mode: str, has_costs: bool, can_use_side: bo
     compute lanes pay without any communication.
 
     Args:
-        transport: how the ranks communicate; see `Platform.get_transport`.
+        transport: means of communication between the ranks; see `Platform.get_transport`.
         mode: `DBO_MODE`.
         has_costs: whether a planner decides by costs.
         can_use_side: whether these costs let ops run on the second compute lane.

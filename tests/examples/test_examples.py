@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -26,15 +27,72 @@ def run_example(name: str, *arguments: str, timeout: float = 300, **settings: st
     return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=timeout)
 
 
+def assert_gain_is_shown(printed: str) -> None:
+    """Check that a demo has compared answers and times, and drawn lanes. What it gains, benchmarks measure."""
+    assert "identical token by token: 32 of 32 answers" in printed
+    assert int(re.findall(r"with (\d+) split steps", printed)[0]) > 2
+    for mode in ("unsplit", "split, no overlap", "dual-batch overlap"):
+        assert re.search(rf"^  {mode} +[\d.]+ s +[\d.]+x$", printed, re.MULTILINE)
+    assert re.search(r"compute \|[01.]+\|", printed)
+    assert re.search(r"comm \|[01.]+\|", printed)
+    assert float(re.findall(r"([\d.]+)% of the communication was hidden", printed)[0]) > 5
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_the_demo_shows_identical_answers_split_steps_and_a_timeline() -> None:
-    done = run_example("offline_dualbatch_overlap_npu.py", "--max-tokens", "6")
+def test_the_demo_emulates_a_link_where_there_can_be_no_hosts() -> None:
+    done = run_example("offline_dualbatch_overlap_npu.py", "--max-tokens", "6", "--link", "emulated")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "emulated: ranks of one host wait in each reduce" in done.stdout
+    assert_gain_is_shown(done.stdout)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.usefixtures("nothing_left_behind")
+def test_the_demo_makes_two_hosts() -> None:
+    done = run_example("offline_dualbatch_overlap_npu.py", "--max-tokens", "6", "--link", "namespaces")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "between two hosts, network namespaces" in done.stdout
+    assert_gain_is_shown(done.stdout)
+
+
+def may_run_in_namespaces(user: list[str], program: str) -> bool:
+    words = [*user, "unshare", "-Urn", program, "-c", ""]
+    return shutil.which("setpriv") is not None and not subprocess.run(words, capture_output=True).returncode
+
+
+@pytest.mark.root
+def test_a_user_without_rights_makes_hosts_in_namespaces_of_their_own() -> None:
+    """The program runs again as root of them; what it makes vanishes with it."""
+    program = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); from network_hosts import *; become_root_of_namespaces();"
+        "check_requirements(); hosts = TwoHosts('200mbit'); first, second = hosts.__enter__();"
+        "subprocess.run(first.command('ip', '-br', 'addr'), check=True); hosts.__exit__(None, None, None)"
+    )
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    pythons = (sys.executable, "/usr/bin/python3")  # the first may be in a folder of root's
+    allowed = [word for word in pythons if may_run_in_namespaces(user, word)]
+    if not allowed:
+        pytest.skip("this kernel lets no user make namespaces, or users have no Python")
+    # A program in a file, because it runs itself again by its name.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        file = Path(folder, "make_hosts.py")
+        file.write_text(program.replace("; ", "\n").replace(";", "\n"))
+        done = subprocess.run([*user, allowed[0], str(file), str(EXAMPLES)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "10.77.0.1/24" in done.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_demo_on_one_host_says_that_nothing_can_be_gained() -> None:
+    done = run_example("offline_dualbatch_overlap_npu.py", "--max-tokens", "6", "--link", "none")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "identical token by token: 32 of 32 answers" in done.stdout
     assert int(re.findall(r"steps split: (\d+)", done.stdout)[0]) > 5
-    assert re.search(r"compute \|[01.]+\|", done.stdout)
-    assert re.search(r"comm \|[01.]+\|", done.stdout)
     assert "Splitting was forced" in done.stdout
 
 
