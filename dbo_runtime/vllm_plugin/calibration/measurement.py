@@ -34,8 +34,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
-from dbo_runtime.vllm_plugin.calibration.budget import choose_repeats, expect_round
-from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
+from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_repeats, choose_shapes, expect_round
 from dbo_runtime.vllm_plugin.calibration.timeline_samples import measure_late, read_samples
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
