@@ -247,8 +247,7 @@ def _copy_forward(served: SplitForward, device: Device, policy: str, group: Grou
     """Return a forward of the same model that splits by *policy*, whatever the settings are."""
     config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # `side`, if the program has it
     own = served.copy_for(device, config, group)
-    # dummy batches have no KV connector, so any order may be measured
-    own.decider.has_layer_hooks = own.runner.has_layer_hooks = False
+    own.decider.checks_turns = False  # dummy batches have no KV connector, so any order may be measured
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 
