@@ -122,7 +122,7 @@ class Thresholds:
     prefill_tokens: int = 0
     share: float = 0.0
 
-    def decline_early(self, tokens: int) -> Decline | None:
+    def check_tokens(self, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens is never split; None if that depends on more than the number."""
         if tokens < self.tokens:
             return Decline("fewer tokens than DBO_MIN_TOKENS", f"{tokens} < {self.tokens}")
@@ -134,40 +134,38 @@ class Thresholds:
             return Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", f"{tokens} < {self.prefill_tokens}")
         return None
 
+    def choose(self, batch: Batch, parts: int) -> tuple[BatchSlice, ...] | Decline:
+        """Return how to split *batch* into *parts* micro-batches, or why not.
 
-def decide(batch: Batch, parts: int, thresholds: Thresholds) -> tuple[BatchSlice, ...] | Decline:
-    """Decide whether to split into *parts* micro-batches, and where to cut.
+        Returns fewer micro-batches than *parts* if the batch does not allow more cuts.
+        """
+        early = self.check_tokens(batch.tokens) or self.check_prefill(batch.prefill_tokens)
+        if early is not None:
+            return early
+        cuts = place_cuts(batch, share_evenly(batch, parts))
+        if not cuts:
+            return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")
+        slices = slice_batch(batch, cuts)
+        smallest = min(piece.size for piece in slices)
+        if smallest < self.share * batch.tokens / len(slices):
+            return Decline(
+                "no balanced cut", f"the smallest micro-batch would have {smallest} of {batch.tokens} tokens"
+            )
+        return slices
 
-    Returns fewer micro-batches than *parts* if the batch does not allow more cuts.
-    """
-    early = thresholds.decline_early(batch.tokens) or thresholds.check_prefill(batch.prefill_tokens)
-    if early is not None:
-        return early
-    cuts = place_cuts(batch, share_evenly(batch, parts))
-    if not cuts:
-        return Decline("nowhere to cut", f"{len(batch.query_lens)} requests, {batch.tokens} tokens")
-    slices = slice_batch(batch, cuts)
-    smallest = min(piece.size for piece in slices)
-    if smallest < thresholds.share * batch.tokens / len(slices):
-        return Decline("no balanced cut", f"the smallest micro-batch would have {smallest} of {batch.tokens} tokens")
-    return slices
+    def choose_data_parallel(self, tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:
+        """Return each data parallel rank's tokens in each micro-batch [micro-batches][ranks], or why not to split.
 
-
-def decide_data_parallel(
-    tokens: Sequence[int], parts: int, thresholds: Thresholds
-) -> tuple[tuple[int, ...], ...] | Decline:
-    """Decide for all data parallel ranks at once: each rank's tokens in each micro-batch [micro-batches][ranks].
-
-    A pure function of each rank's *tokens* [ranks], the only number that ranks know of each other, so every rank knows
-    the cuts of all ranks. Ranks communicate in every micro-batch, so either all of them split or none, into equally
-    many micro-batches, as even as possible. Only the largest rank must reach the minimum of tokens: the other ranks
-    wait for it, so all ranks gain the time that it hides. Prefills of other ranks are not known.
-    """
-    most = max(tokens)
-    early = thresholds.decline_early(most)
-    if early is not None:
-        return Decline(early.reason, f"{early.detail} on rank {tokens.index(most)}, which has the most")
-    return share_data_parallel(tokens, parts)
+        A pure function of each rank's *tokens* [ranks], the only number that ranks know of each other, so every rank
+        knows the cuts of all ranks. Ranks communicate in every micro-batch, so either all of them split or none, into
+        equally many micro-batches, as even as possible. Only the largest rank must reach the minimum of tokens: the
+        other ranks wait for it, so all ranks gain the time that it hides. Prefills of other ranks are not known.
+        """
+        most = max(tokens)
+        early = self.check_tokens(most)
+        if early is not None:
+            return Decline(early.reason, f"{early.detail} on rank {tokens.index(most)}, which has the most")
+        return share_data_parallel(tokens, parts)
 
 
 def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...] | Decline:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import get_layers, record_decoder
+from dbo_models.layers import LayerRecorder, get_layers
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -47,7 +47,7 @@ class DeepseekAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        hidden: Value = record_decoder(p, model.model, collectives, x, positions, attend)
+        hidden: Value = LayerRecorder(p, collectives, positions, attend).record_decoder(model.model, x)
         return hidden
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from dbo_models.collectives import record_gather
-from dbo_models.hyper_connections import Inputs, record_layer
+from dbo_models.hyper_connections import StreamRecorder
 from dbo_models.layers import check_parts, get_layers
 from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives
 from dbo_runtime.decline import Decline
@@ -58,9 +58,10 @@ class DeepseekV4Adapter:
             x, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2)
             ids = None if ids is None else p.compute("chunk_ids", collectives.take_chunk, ids, outputs=2)[0]
         streams = p.compute("streams", partial(_make_streams, decoder.hc_mult), x)
+        recorder = StreamRecorder(p, collectives, positions, ids, tokens)
         for index, layer in layers.items():
             with p.layer(index):
-                streams = record_layer(p, layer, collectives, streams, Inputs(positions, ids, tokens))
+                streams = recorder.record_layer(layer, streams)
         streams = record_gather(p, "final_gather", collectives, streams, tokens)
         if decoder._needs_mtp_hidden_states:
             p.output(KEPT, streams)

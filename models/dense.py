@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import check_parts, get_layers, record_decoder
+from dbo_models.layers import LayerRecorder, check_attention, check_parts, get_layers
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -26,17 +26,13 @@ class DenseAdapter:
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: Decline | None = check_parts(model.model, KNOWN)
-        if unknown is not None:
-            return unknown
-        for layer in get_layers(model.model).values():
-            if getattr(layer, "ada_rms_norm_t_cond", None) is not None:
-                return Decline("norms that depend on time (Voxtral) are not supported")
-            if getattr(layer.self_attn, "dual_chunk_attention_config", None):
-                return Decline("dual chunk attention is not supported")
-        return None
+        unknown: Decline | None = check_parts(model.model, KNOWN) or check_attention(model.model)
+        layers = get_layers(model.model).values()
+        if unknown is None and any(getattr(layer, "ada_rms_norm_t_cond", None) is not None for layer in layers):
+            return Decline("norms that depend on time (Voxtral) are not supported")
+        return unknown
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        hidden: Value = record_decoder(p, model.model, collectives, x, positions)
+        hidden: Value = LayerRecorder(p, collectives, positions).record_decoder(model.model, x)
         return hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from operator import add
 from typing import Any
@@ -13,12 +14,58 @@ from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
 
+@dataclass(frozen=True)
+class BlockRecorder:
+    """Declares blocks of layers: modules that end in an all-reduce.
+
+    Attributes:
+        p: builder of the micro-batch's program.
+        collectives: the ranks' communication.
+        positions: positions of the tokens [tokens].
+        attend: calls an attention module.
+    """
+
+    p: ProgramBuilder
+    collectives: Collectives
+    positions: Value
+    attend: Attend = call_attention
+
+    def record_block(self, name: str, module: Callable[..., Any], *reads: Value) -> Value:
+        """Declare a module as two ops: the module without its all-reduce, and `{name}_reduce`.
+
+        Returns [tokens, hidden], reduced.
+        """
+        part = self.p.compute(name, self.collectives.without_reduce(module), *reads)
+        return self._reduce(name, part)
+
+    def record_attention(self, attention: Any, x: Value) -> Value:
+        """Declare attention [tokens, hidden] -> [tokens, hidden], and its all-reduce.
+
+        Query and key norms, sliding windows and soft caps are inside the module, so they need no declaration.
+        """
+        module = self.collectives.without_reduce(partial(self.attend, attention))
+        return self._reduce("attention", self.p.compute("attention", module, self.positions, x, ordered=True))
+
+    def record_parallel(self, attention: Any, mlp: Any, x: Value, x_of_mlp: Value | None = None) -> Value:
+        """Declare attention and MLP whose partial sums are added before one all-reduce, as in Cohere's layers.
+
+        Both modules must leave their reduce to the layer (`reduce_results=False`). *x* is the output of the shared
+        norm. If attention and MLP have a norm each, *x* is the output of attention's and *x_of_mlp* of the MLP's
+        [tokens, hidden].
+
+        Returns the sum of both [tokens, hidden], reduced.
+        """
+        attended = self.p.compute("attention", partial(self.attend, attention), self.positions, x, ordered=True)
+        part = self.p.compute("mlp", mlp, x if x_of_mlp is None else x_of_mlp)
+        return self._reduce("parallel", self.p.compute("parallel_add", add, attended, part))
+
+    def _reduce(self, name: str, part: Value) -> Value:
+        reduced: Value = record_reduce(self.p, f"{name}_reduce", self.collectives, part)
+        return reduced
+
+
 def record_layers(
-    p: ProgramBuilder,
-    decoder: Any,
-    record_layer: Callable[[Any, Value], Value],
-    norm: Callable[[Any, Any], Any],
-    x: Value,
+    p: ProgramBuilder, decoder: Any, record_layer: Callable[[Any, Value], Value], norm: Callable[[Any], Any], x: Value
 ) -> Value:
     """Declare all layers of a decoder, and its last norm, which *norm* calls; return the normed hidden states.
 
@@ -27,58 +74,8 @@ def record_layers(
     for index, layer in enumerate(decoder.layers):
         with p.layer(index):
             x = record_layer(layer, x)
-    hidden: Value = p.compute("final_norm", partial(norm, decoder.norm), x)
+    hidden: Value = p.compute("final_norm", norm, x)
     return hidden
-
-
-def record_block(
-    p: ProgramBuilder, name: str, module: Callable[..., Any], collectives: Collectives, *reads: Value
-) -> Value:
-    """Declare a module that ends in an all-reduce as two ops: the module without its all-reduce, and `{name}_reduce`.
-
-    Returns [tokens, hidden], reduced.
-    """
-    part = p.compute(name, collectives.without_reduce(module), *reads)
-    return _reduce(p, name, collectives, part)
-
-
-def record_attention_block(
-    p: ProgramBuilder,
-    attention: Any,
-    collectives: Collectives,
-    positions: Value,
-    x: Value,
-    attend: Attend = call_attention,
-) -> Value:
-    """Declare attention [tokens, hidden] -> [tokens, hidden], and its all-reduce.
-
-    Query and key norms, sliding windows and soft caps are inside the module, so they need no declaration.
-    """
-    module = collectives.without_reduce(partial(attend, attention))
-    return _reduce(p, "attention", collectives, p.compute("attention", module, positions, x, ordered=True))
-
-
-def record_parallel_blocks(
-    p: ProgramBuilder,
-    attention: Any,
-    mlp: Any,
-    collectives: Collectives,
-    positions: Value,
-    x: Value,
-    x_of_mlp: Value | None = None,
-    attend: Attend = call_attention,
-) -> Value:
-    """Declare attention and MLP whose partial sums are added before one all-reduce, as in Cohere's and Falcon's layers.
-
-    Both modules must leave their reduce to the layer (`reduce_results=False`). *x* is the output of the shared norm. If
-    attention and MLP have a norm each, *x* is the output of attention's and *x_of_mlp* of the MLP's [tokens, hidden].
-
-    Returns the sum of both [tokens, hidden], reduced.
-    """
-    attended = p.compute("attention", partial(attend, attention), positions, x, ordered=True)
-    part = p.compute("mlp", mlp, x if x_of_mlp is None else x_of_mlp)
-    both = p.compute("parallel_add", add, attended, part)
-    return _reduce(p, "parallel", collectives, both)
 
 
 def record_add(p: ProgramBuilder, name: str, residual: Value, x: Value, scale: float | None = None) -> Value:
@@ -92,11 +89,6 @@ def record_scale(p: ProgramBuilder, name: str, x: Value, scale: float) -> Value:
     """Declare a multiplication by *scale*, [tokens, hidden] -> [tokens, hidden], such as that of embedded tokens."""
     scaled: Value = p.compute(name, partial(_scale, scale), x)
     return scaled
-
-
-def _reduce(p: ProgramBuilder, name: str, collectives: Collectives, part: Value) -> Value:
-    reduced: Value = record_reduce(p, f"{name}_reduce", collectives, part)
-    return reduced
 
 
 def _add_scaled(scale: float, residual: Any, x: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import check_parts, record_decoder
+from dbo_models.layers import LayerRecorder, check_parts
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -43,5 +43,5 @@ class MiniMaxM3Adapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        hidden: Value = record_decoder(p, self.get_decoder(model), collectives, x, positions)
+        hidden: Value = LayerRecorder(p, collectives, positions).record_decoder(self.get_decoder(model), x)
         return hidden

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import Route, check_parts, get_layers, record_decoder
+from dbo_models.layers import LayerRecorder, Route, check_attention, check_parts
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -38,18 +38,12 @@ class MoeAdapter:
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        unknown: Decline | None = check_parts(model.model, self._known)
-        if unknown is not None:
-            return unknown
-        if any(
-            getattr(layer.self_attn, "dual_chunk_attention_config", None) for layer in get_layers(model.model).values()
-        ):
-            return Decline("dual chunk attention is not supported")
-        return None
+        unknown: Decline | None = check_parts(model.model, self._known) or check_attention(model.model)
+        return unknown
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        hidden: Value = record_decoder(p, model.model, collectives, x, positions, route=self._route)
+        hidden: Value = LayerRecorder(p, collectives, positions, route=self._route).record_decoder(model.model, x)
         return hidden
 
 
@@ -71,14 +65,14 @@ class Hy3Adapter(MoeAdapter):
     """Hunyuan 3: shared experts, and dense first layers."""
 
     def __init__(self) -> None:
-        super().__init__(HY3, lambda block, x: block.gate(x)[0])
+        super().__init__(HY3, route)
 
 
 class MixtralAdapter(MoeAdapter):
     """Mixtral, whose experts are in `block_sparse_moe`."""
 
     def __init__(self) -> None:
-        super().__init__(MIXTRAL, lambda block, x: block.gate(x)[0])
+        super().__init__(MIXTRAL, route)
 
 
 class MiniMaxM2Adapter(MoeAdapter):
@@ -89,4 +83,9 @@ class MiniMaxM2Adapter(MoeAdapter):
     """
 
     def __init__(self) -> None:
-        super().__init__(MINIMAX, lambda block, x: block.gate(x)[0])
+        super().__init__(MINIMAX, route)
+
+
+def route(block: Any, x: Any) -> Any:
+    """Call the gate of a block, which returns logits and a bias."""
+    return block.gate(x)[0]

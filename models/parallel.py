@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from dbo_models.forms import record_add, record_layers, record_parallel_blocks
+from dbo_models.forms import BlockRecorder, record_add, record_layers
 from dbo_models.layers import check_parts
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
@@ -24,15 +24,18 @@ class CohereAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-
-        def record_layer(layer: Any, x: Value) -> Value:
-            normed = p.compute("norm", partial(_norm, layer.input_layernorm), x)
-            both = record_parallel_blocks(p, layer.self_attn, layer.mlp, collectives, positions, normed)
-            added: Value = record_add(p, "add", x, both)
-            return added
-
-        hidden: Value = record_layers(p, model.model, record_layer, _norm, x)
+        blocks = BlockRecorder(p, collectives, positions)
+        hidden: Value = record_layers(
+            p, model.model, partial(_record_layer, blocks), partial(_norm, model.model.norm), x
+        )
         return hidden
+
+
+def _record_layer(blocks: BlockRecorder, layer: Any, x: Value) -> Value:
+    normed = blocks.p.compute("norm", partial(_norm, layer.input_layernorm), x)
+    both = blocks.record_parallel(layer.self_attn, layer.mlp, normed)
+    added: Value = record_add(blocks.p, "add", x, both)
+    return added
 
 
 def _norm(module: Any, x: Any) -> Any:

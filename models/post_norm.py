@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from dbo_models.forms import record_add, record_attention_block, record_block, record_layers
+from dbo_models.forms import BlockRecorder, record_add, record_layers
 from dbo_models.layers import check_parts
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
@@ -23,18 +24,15 @@ class PostNormAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-
-        def record_layer(layer: Any, x: Value) -> Value:
-            attended = record_attention_block(p, layer.self_attn, collectives, positions, x)
-            x = record_add(p, "attn_add", x, p.compute("attn_post_norm", layer.post_attention_layernorm, attended))
-            reduced = record_block(p, "mlp", layer.mlp, collectives, x)
-            normed = p.compute("mlp_post_norm", layer.post_feedforward_layernorm, reduced)
-            added: Value = record_add(p, "mlp_add", x, normed)
-            return added
-
-        hidden: Value = record_layers(p, model.model, record_layer, _norm, x)
+        blocks = BlockRecorder(p, collectives, positions)
+        hidden: Value = record_layers(p, model.model, partial(_record_layer, blocks), model.model.norm, x)
         return hidden
 
 
-def _norm(module: Any, x: Any) -> Any:
-    return module(x)
+def _record_layer(blocks: BlockRecorder, layer: Any, x: Value) -> Value:
+    p = blocks.p
+    attended = blocks.record_attention(layer.self_attn, x)
+    x = record_add(p, "attn_add", x, p.compute("attn_post_norm", layer.post_attention_layernorm, attended))
+    ran = blocks.record_block("mlp", layer.mlp, x)
+    added: Value = record_add(p, "mlp_add", x, p.compute("mlp_post_norm", layer.post_feedforward_layernorm, ran))
+    return added

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from dbo_models.layers import check_parts, get_attention, get_layers, get_mlp, record_decoder
+from dbo_models.layers import LayerRecorder, check_parts, get_attention, get_layers, get_mlp
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -56,7 +56,8 @@ class QwenHybridAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        hidden: Value = record_decoder(p, self.get_decoder(model), collectives, x, positions, attend)
+        recorder = LayerRecorder(p, collectives, positions, attend)
+        hidden: Value = recorder.record_decoder(self.get_decoder(model), x)
         return hidden
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from dbo_models.dense import KNOWN
-from dbo_models.layers import check_parts, get_layers, record_decoder
+from dbo_models.layers import LayerRecorder, check_parts, get_layers
 from dbo_models.moe import QWEN3
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
@@ -27,7 +27,7 @@ class Qwen25VLAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        hidden: Value = record_decoder(p, model.language_model.model, collectives, x, positions)
+        hidden: Value = LayerRecorder(p, collectives, positions).record_decoder(model.language_model.model, x)
         return hidden
 
 
@@ -69,7 +69,7 @@ class Qwen3VLAdapter:
         features: list[Value] = []
         if levels:
             x, *features = p.compute("take_features", partial(_split_features, levels + 1), x, outputs=levels + 1)
-        hidden: Value = record_decoder(p, decoder, collectives, x, positions, added=features)
+        hidden: Value = LayerRecorder(p, collectives, positions).record_decoder(decoder, x, features)
         return hidden
 
 

@@ -5,10 +5,11 @@ The norm before a block adds the residual. The norm after a block takes the redu
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
-from dbo_models.forms import record_attention_block, record_block
-from dbo_models.layers import Stream, check_parts, record_add_norm, record_decoder
+from dbo_models.forms import BlockRecorder
+from dbo_models.layers import LayerRecorder, Stream, check_parts, record_add_norm
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -47,20 +48,19 @@ class SandwichAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        decoder = model.model
-        hidden: Value = record_decoder(p, decoder, collectives, x, positions, declare_layer=self._record_layer)
+        layers, blocks = LayerRecorder(p, collectives, positions), BlockRecorder(p, collectives, positions)
+        record_layer = partial(self._record_layer, blocks)
+        hidden: Value = layers.record_decoder(model.model, x, record_layer=record_layer)
         return hidden
 
-    def _record_layer(
-        self, p: ProgramBuilder, layer: Any, collectives: Collectives, stream: Stream, positions: Value
-    ) -> Stream:
+    def _record_layer(self, blocks: BlockRecorder, layer: Any, stream: Stream) -> Stream:
+        p = blocks.p
         after_attention, before_mlp, after_mlp = (getattr(layer, name) for name in self._norms)
         x, residual, _ = record_add_norm(p, "attn_norm", layer.input_layernorm, stream)
-        x = record_attention_block(p, layer.self_attn, collectives, positions, x)
-        x = p.compute("attn_post_norm", after_attention, x)
+        x = p.compute("attn_post_norm", after_attention, blocks.record_attention(layer.self_attn, x))
         x, residual, _ = record_add_norm(p, "mlp_norm", before_mlp, Stream(x, residual))
-        x = record_block(p, "mlp", layer.mlp, collectives, x)
-        return Stream(p.compute("mlp_post_norm", after_mlp, x), residual)
+        x = p.compute("mlp_post_norm", after_mlp, blocks.record_block("mlp", layer.mlp, x))
+        return Stream(x, residual)
 
 
 def _name_parts(family: str, mlp: str) -> frozenset[str]:

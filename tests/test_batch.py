@@ -12,8 +12,6 @@ from dbo_runtime.batch import (
     Batch,
     BatchSlice,
     Thresholds,
-    decide,
-    decide_data_parallel,
     list_shares,
     place_cuts,
     share_by_work,
@@ -33,14 +31,14 @@ def prefills(*query_lens: int, **fields: int) -> Batch:
 
 
 def sizes(batch: Batch, thresholds: Thresholds, parts: int = 2) -> list[int]:
-    slices = decide(batch, parts, thresholds)
+    slices = thresholds.choose(batch, parts)
     assert not isinstance(slices, Decline), slices
     return [piece.size for piece in slices]
 
 
 @pytest.mark.parametrize(("tokens", "splits"), [(255, False), (256, True), (257, True)])
 def test_auto_splits_from_so_many_tokens(tokens: int, splits: bool) -> None:
-    decision = decide(prefills(tokens), 2, AUTO)
+    decision = AUTO.choose(prefills(tokens), 2)
     assert isinstance(decision, Decline) != splits
     if not splits:
         assert decision == Decline("fewer tokens than DBO_MIN_TOKENS", "255 < 256")
@@ -48,7 +46,7 @@ def test_auto_splits_from_so_many_tokens(tokens: int, splits: bool) -> None:
 
 @pytest.mark.parametrize(("prefill_tokens", "splits"), [(63, False), (64, True)])
 def test_auto_splits_from_so_many_prefill_tokens(prefill_tokens: int, splits: bool) -> None:
-    decision = decide(Batch((prefill_tokens, *[1] * 300), prefill_tokens), 2, AUTO)
+    decision = AUTO.choose(Batch((prefill_tokens, *[1] * 300), prefill_tokens), 2)
     assert isinstance(decision, Decline) != splits
     if not splits:
         assert decision == Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", "63 < 64")
@@ -56,7 +54,7 @@ def test_auto_splits_from_so_many_prefill_tokens(prefill_tokens: int, splits: bo
 
 def test_auto_splits_pure_decode_if_no_prefill_is_asked_for() -> None:
     decode = Batch((1,) * 300, prefill_tokens=0)
-    assert isinstance(decide(decode, 2, AUTO), Decline)
+    assert isinstance(AUTO.choose(decode, 2), Decline)
     assert sizes(decode, replace(AUTO, prefill_tokens=0)) == [150, 150]
 
 
@@ -66,7 +64,7 @@ def test_always_ignores_the_thresholds() -> None:
 
 def test_auto_declines_where_one_part_would_be_tiny_and_always_does_not() -> None:
     lopsided = prefills(1000, 20, cuttable=False)
-    decision = decide(lopsided, 2, AUTO)
+    decision = AUTO.choose(lopsided, 2)
     assert decision == Decline("no balanced cut", "the smallest micro-batch would have 20 of 1020 tokens")
     assert sizes(lopsided, ALWAYS) == [1000, 20]
 
@@ -74,7 +72,7 @@ def test_auto_declines_where_one_part_would_be_tiny_and_always_does_not() -> Non
 @pytest.mark.parametrize("batch", [prefills(1), prefills(3), prefills(500, cuttable=False)])
 @pytest.mark.parametrize("micro_batches", [2, 3, 4])
 def test_a_batch_with_nowhere_to_cut_is_declined(batch: Batch, micro_batches: int) -> None:
-    decision = decide(batch, micro_batches, ALWAYS)
+    decision = ALWAYS.choose(batch, micro_batches)
     assert decision == Decline("nowhere to cut", f"1 requests, {batch.tokens} tokens")
 
 
@@ -167,7 +165,7 @@ def test_a_cut_that_leaves_a_piece_as_short_as_a_decode_is_refused(cuts: list[in
 
 @given(batches(), st.integers(2, 4), st.sampled_from([0.0, 0.1]))
 def test_slices_cover_the_batch_and_its_requests(batch: Batch, micro_batches: int, share: float) -> None:
-    slices = decide(batch, micro_batches, Thresholds(share=share))
+    slices = Thresholds(share=share).choose(batch, micro_batches)
     assume(not isinstance(slices, Decline))
     assert 2 <= len(slices) <= micro_batches
     assert [n for piece in slices for n in range(batch.tokens)[piece.tokens]] == list(range(batch.tokens))
@@ -178,7 +176,7 @@ def test_slices_cover_the_batch_and_its_requests(batch: Batch, micro_batches: in
 
 @given(batches(), st.integers(2, 4))
 def test_no_piece_of_a_cut_request_is_a_decode(batch: Batch, micro_batches: int) -> None:
-    slices = decide(batch, micro_batches, ALWAYS)
+    slices = ALWAYS.choose(batch, micro_batches)
     assume(not isinstance(slices, Decline))
     owner = [request for request, length in enumerate(batch.query_lens) for _ in range(length)]
     for piece in slices:
@@ -190,7 +188,7 @@ def test_no_piece_of_a_cut_request_is_a_decode(batch: Batch, micro_batches: int)
 @given(batches(), st.integers(2, 4))
 def test_always_splits_whatever_has_a_boundary_or_room_for_a_cut(batch: Batch, micro_batches: int) -> None:
     has_room = batch.cuttable and max(batch.query_lens) > 2 * batch.decode_len + 1
-    decision = decide(batch, micro_batches, ALWAYS)
+    decision = ALWAYS.choose(batch, micro_batches)
     assert isinstance(decision, Decline) == (len(batch.query_lens) == 1 and not has_room)
 
 
@@ -208,7 +206,7 @@ TOKENS_OF_RANKS = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 5000)), m
 @given(tokens=TOKENS_OF_RANKS, parts=st.integers(2, 6), fewest=st.sampled_from([1, 64]))
 def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: int, fewest: int) -> None:
     """The largest rank decides, and every rank has a token at least in each micro-batch."""
-    sizes = decide_data_parallel(tokens, parts, Thresholds(fewest))
+    sizes = Thresholds(fewest).choose_data_parallel(tokens, parts)
     most = max(tokens)
     assert isinstance(sizes, Decline) == (most < max(2, fewest))
     if isinstance(sizes, Decline):
@@ -235,7 +233,7 @@ def test_data_parallel_ranks_all_split_or_none_does(tokens: list[int], parts: in
 def test_data_parallel_ranks_decline_with_one_reason(
     tokens: list[int], thresholds: Thresholds, decline: Decline
 ) -> None:
-    assert decide_data_parallel(tokens, 2, thresholds) == decline
+    assert thresholds.choose_data_parallel(tokens, 2) == decline
 
 
 def test_ways_to_share_are_listed_once_each() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dbo_models.layers import check_parts, get_layers, record_decoder
+from dbo_models.layers import LayerRecorder, check_parts, get_layers
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapters.contract import name_auxiliary
 from dbo_runtime.decline import Decline
@@ -29,7 +29,7 @@ def record(decoder: Any, features: int = 0) -> Program:
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
     added = [p.compute(f"feature{number}", lambda x, n=number: x * 0 + 11 + n, x) for number in range(features)]
-    return p.build(record_decoder(p, decoder, ToyCollectives(), x, positions, added=added))
+    return p.build(LayerRecorder(p, ToyCollectives(), positions).record_decoder(decoder, x, added))
 
 
 def run(program: Program, *given: int) -> dict[str, int]:
@@ -139,7 +139,7 @@ def make_latent_decoder(has_latent: bool) -> SimpleNamespace:
 def record_concurrent(decoder: Any, has_side: bool) -> Program:
     p = ProgramBuilder(has_side)
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
-    return p.build(record_decoder(p, decoder, DecomposesLatent(), x, positions))
+    return p.build(LayerRecorder(p, DecomposesLatent(), positions).record_decoder(decoder, x))
 
 
 @pytest.mark.parametrize("has_latent", [True, False])

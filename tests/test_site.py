@@ -73,7 +73,7 @@ def test_each_public_name_is_in_the_reference(pages: dict[Path, Html]) -> None:
             assert names <= {anchor.rpartition(".")[2] for anchor in reference}
         else:
             assert {f"{module}.{name}" for name in names} <= reference, module
-    for name in ("layers.record_decoder", "experts.record_experts", "collectives.record_reduce"):
+    for name in ("layers.LayerRecorder.record_decoder", "experts.ExpertsRecorder.record", "collectives.record_reduce"):
         assert f"dbo_models.{name}" in reference
 
 

@@ -14,10 +14,9 @@ from dbo_runtime.engine.generated_executor import GeneratedExecutor
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import get_policy
 from dbo_runtime.ir.program import Program
-from dbo_runtime.ir.ranks import RankPlan, validate_ranks
 from dbo_runtime.ir.render import digest
 from dbo_runtime.ir.schedule import Schedule
-from dbo_runtime.ir.validate import validate
+from dbo_runtime.ir.validate import validate, validate_collectives
 from dbo_runtime.setting_values import name_policy
 
 if TYPE_CHECKING:
@@ -99,10 +98,9 @@ class ExecutorCache:
         known = self._executors.get(name)
         if known is not None:
             return known
+        validate(schedule)
         if self._ranks > 1:
-            validate_ranks([RankPlan(schedule)] * 2)  # all ranks have the same plan, so two represent any number
-        else:
-            validate(schedule)
+            validate_collectives(schedule)
         self._executors[name] = executor = self._make_executor(schedule, self._device, self._events)
         self._log.info(
             "new plan",

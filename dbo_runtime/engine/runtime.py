@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, decide, decide_data_parallel, slice_batch
+from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -157,7 +157,7 @@ class MicroBatchRuntime:
         if self.config.mode == "off":
             return OFF
         if self._planner is None:
-            return self._thresholds.decline_early(tokens)
+            return self._thresholds.check_tokens(tokens)
         return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
 
     def decline_decodes(self) -> Decline | None:
@@ -189,7 +189,7 @@ class MicroBatchRuntime:
         if self.config.mode == "off":
             return OFF
         if self._planner is None:
-            return self._bind(decide(batch, self.config.parts, self._thresholds))
+            return self._bind(self._thresholds.choose(batch, self.config.parts))
         choice = self._planner.choose(batch, self.config)
         return choice if isinstance(choice, Decline) else self._bind(choice.slices, choice)
 
@@ -199,7 +199,7 @@ class MicroBatchRuntime:
             return OFF
         if self._planner is not None:
             return self._planner.choose_data_parallel(tokens, self.config)
-        sizes = decide_data_parallel(tokens, self.config.parts, self._thresholds)
+        sizes = self._thresholds.choose_data_parallel(tokens, self.config.parts)
         return sizes if isinstance(sizes, Decline) else Cut(sizes=sizes)
 
     def run(

@@ -28,6 +28,28 @@ def validate(schedule: Schedule, capture: bool = False) -> None:
     _Replay(schedule, capture).run()
 
 
+def validate_collectives(schedule: Schedule) -> None:
+    """Check rule 9 for ranks that all run this valid schedule: its collectives are on one lane.
+
+    They then meet in the same collectives, and none waits for ever: each instruction comes after those that it waits
+    for. `dbo_runtime.lab.oracle.ranks` has the rules for ranks whose schedules differ.
+
+    Raises:
+        ScheduleError: the rule is broken. The message is like that of `validate`.
+    """
+    collectives = [
+        (number, instruction)
+        for number, instruction in enumerate(schedule.instructions)
+        if instruction.op.communicator is not None
+    ]
+    for number, instruction in collectives:
+        first_number, first = collectives[0]
+        if instruction.op.lane != first.op.lane:
+            there = f"{first.label} (instruction {first_number}) is one on lane {first.op.lane!r}"
+            what = f"{instruction.label} is a collective on lane {instruction.op.lane!r}, but {there}"
+            _fail(schedule, 9, number, f"{what}; ranks could then disagree on the order of collectives")
+
+
 @dataclass(slots=True)
 class _Use:
     """An op's place on its lane, and the clock of the ops it is ordered after."""
@@ -204,12 +226,15 @@ class _Replay:
                 self._fail(7, f"lane {lane!r} never returns to {COMPUTE!r}: the end is not ordered after its last op")
 
     def _fail(self, rule: int, what: str) -> NoReturn:
-        instructions = self.schedule.instructions
-        where = f" ({instructions[self.number].op.declared_at})" if instructions else ""
-        table = render(self.schedule, mark=self.number, around=_SHOWN_INSTRUCTIONS)
-        raise ScheduleError(f"rule {rule}, instruction {self.number}: {what}.{where}\n\n{table}")
+        _fail(self.schedule, rule, self.number, what)
 
 
 def _is_ordered(earlier: _Use | None, later: _Use) -> bool:
     """Return whether *earlier* was issued and *later* comes after it, by a lane or a chain of records and waits."""
     return earlier is not None and later.clock.get(earlier.lane, 0) >= earlier.count
+
+
+def _fail(schedule: Schedule, rule: int, number: int, what: str) -> NoReturn:
+    where = f" ({schedule.instructions[number].op.declared_at})" if schedule.instructions else ""
+    table = render(schedule, mark=number, around=_SHOWN_INSTRUCTIONS)
+    raise ScheduleError(f"rule {rule}, instruction {number}: {what}.{where}\n\n{table}")

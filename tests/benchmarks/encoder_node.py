@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
-from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
+from dbo_runtime.vllm_plugin.platforms.cpu import capture_thread_state
 from tests.support.vllm.encoder_ranks import join, make_encoder, make_pixels, split
 
 ROUNDS = 7

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.ir.ranks import validate_ranks
+from dbo_runtime.lab.oracle.ranks import validate_ranks
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from tests.support.rank_mutants import FAULTS, GROUPS, Fault, make_plans, plant
 

@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.ir.ranks import Groups, RankPlan, find_deadlock, validate_ranks
 from dbo_runtime.ir.schedule import Schedule
+from dbo_runtime.ir.validate import validate_collectives
+from dbo_runtime.lab.oracle.ranks import Groups, RankPlan, find_deadlock, validate_ranks
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.observe.timeline import Timeline
 from tests.support.mutants import BREAKING, HARMLESS
@@ -60,6 +61,22 @@ def test_schedules_are_accepted_exactly_if_the_dry_run_comes_to_its_end() -> Non
     assert set(seen) == {"10", "12", "accepted", "accepted although orders differ"}
     assert min(seen["10"], seen["accepted"], seen["accepted although orders differ"]) >= ENOUGH, seen
     assert seen["12"] >= FEW, seen
+
+
+def test_ranks_with_one_schedule_fit_together_exactly_if_its_collectives_are_on_one_lane() -> None:
+    """So serving checks no more than that: every rank of a group has the same schedule."""
+    seen: Counter[bool] = Counter()
+
+    @settings(max_examples=EXAMPLES)
+    @given(st.one_of(rank_cases(), rank_cases(TWO_LANES)))
+    def check(case: RankCase) -> None:
+        for schedule in case.schedules:
+            refusal = get_refusal(lambda: validate_collectives(schedule))  # noqa: B023 - called at once
+            assert bool(refusal) == bool(get_validator_refusal([schedule] * 3, {})), refusal
+            seen[bool(refusal)] += 1
+
+    check()
+    assert min(seen[True], seen[False]) >= ENOUGH, seen
 
 
 def test_a_deadlock_is_found_exactly_if_the_dry_run_has_it_also_where_collectives_use_two_lanes() -> None:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.errors import ScheduleError
-from dbo_runtime.ir.ranks import validate_ranks
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.oracle.ranks import validate_ranks
 from dbo_runtime.lab.sanitizer.executor import SanitizedExecutor
 from tests.support.mutants import BREAKING, Mutation
 from tests.support.oracle import find_violations

@@ -15,8 +15,8 @@ from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.op import COMM, Op
 from dbo_runtime.ir.policies import alternate, sequential, staggered
 from dbo_runtime.ir.program import Program, ProgramBuilder
-from dbo_runtime.ir.ranks import Groups, RankPlan
 from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
+from dbo_runtime.lab.oracle.ranks import Groups, RankPlan
 
 Plans = tuple[RankPlan, ...]
 Fault = Callable[[RankPlan], Iterator[RankPlan]]

@@ -17,8 +17,8 @@ from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.op import COMM, Op
 from dbo_runtime.ir.policies import Order, sequential
 from dbo_runtime.ir.program import Program
-from dbo_runtime.ir.ranks import Groups
 from dbo_runtime.ir.schedule import Instruction, Schedule
+from dbo_runtime.lab.oracle.ranks import Groups
 from tests.support.strategies import Case, programs
 
 Layout = Mapping[str, Sequence[str]]  # for each lane with collectives, the communicators that they may use

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from dbo_models.experts import record_experts
+from dbo_models.experts import ExpertsRecorder
 from dbo_runtime.adapters.communication import Collectives, ExpertParallel
 from dbo_runtime.decline import Decline
 from dbo_runtime.engine.dispatch import DispatchedTokens, Dispatcher, Routing
@@ -178,9 +178,10 @@ class ReferenceAdapter:
                 x = p.compute("attention", layer.attend, positions, x, ordered=True)
                 normed = p.compute("norm", norm, x)
                 moe = collectives.decompose(layer.moe)
-                routed = (
-                    p.compute("moe", layer.moe, normed) if moe is None else record_experts(p, moe, collectives, normed)
-                )
+                if moe is None:
+                    routed = p.compute("moe", layer.moe, normed)
+                else:
+                    routed = ExpertsRecorder(p, collectives, moe).record(normed)
                 x = p.compute("add", torch.add, x, routed)
         result: Value = p.compute("final_norm", norm, x)
         return result

@@ -13,7 +13,10 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         f"{_CORE}.batch": ("test_batch.py",),
         f"{_CORE}.ir.codegen": ("ir/test_codegen.py", "properties/test_codegen.py", "engine/test_executor.py"),
-        f"{_CORE}.lab.simulate.multi_rank_simulator": ("lab/simulate/test_multi_rank_simulator.py", "ir/test_ranks.py"),
+        f"{_CORE}.lab.simulate.multi_rank_simulator": (
+            "lab/simulate/test_multi_rank_simulator.py",
+            "lab/oracle/test_ranks.py",
+        ),
         f"{_CORE}.devices.virtual": ("devices/test_virtual.py", "devices/test_contract.py"),
         f"{_CORE}.engine.dispatch": ("engine/test_dispatch.py",),
         f"{_CORE}.engine.executor": (
@@ -36,9 +39,13 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         f"{_CORE}.ir.policies": ("ir/test_policies.py", "ir/test_validate.py"),
         f"{_CORE}.ir.program": ("ir/test_program.py", "planner/online/test_placements.py"),
-        f"{_CORE}.ir.ranks": ("ir/test_ranks.py", "properties/test_ranks.py", "properties/test_rank_mutants.py"),
+        f"{_CORE}.lab.oracle.ranks": (
+            "lab/oracle/test_ranks.py",
+            "properties/test_ranks.py",
+            "properties/test_rank_mutants.py",
+        ),
         f"{_CORE}.ir.schedule": ("ir/test_schedule.py", "ir/test_validate.py", "ir/test_render.py"),
-        f"{_CORE}.ir.validate": ("ir/test_validate.py", "properties/test_mutants.py"),
+        f"{_CORE}.ir.validate": ("ir/test_validate.py", "properties/test_mutants.py", "engine/test_runtime.py"),
         f"{_PLANNER}.costs.contention": ("planner/costs/test_contention.py",),
         f"{_PLANNER}.costs.cost_table": ("planner/costs/test_cost_table.py",),
         f"{_PLANNER}.costs.fit": ("planner/costs/test_fit.py",),

@@ -1,1 +1,1 @@
-"""The planner's oracle. It searches and simulates for each step."""
+"""What the program is held against: a planner that searches for each step, and rules for ranks that differ."""

@@ -1,6 +1,6 @@
 """Simulates several ranks that meet in collectives: which ranks wait for which, how long, and whether forever.
 
-Nothing is proved here. `dbo_runtime.ir.ranks` proves; tests compare the two.
+Nothing is proved here. `dbo_runtime.lab.oracle.ranks` proves; tests compare the two.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NoReturn
 from dbo_runtime.devices.event_loop import EventLoop, HostRelease, Machine, Members, run_alone
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ir.op import COMPUTE
-from dbo_runtime.ir.ranks import Groups, get_groups
 from dbo_runtime.ir.render import name_issue, render
 from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
+from dbo_runtime.lab.oracle.ranks import Groups, get_groups
 from dbo_runtime.observe.timeline import Timeline
 
 RankOpDuration = Callable[[int, Instruction], float]

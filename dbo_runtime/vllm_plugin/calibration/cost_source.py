@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -14,19 +14,13 @@ from tqdm import tqdm
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError, DboError
-from dbo_runtime.planner.costs.contention import fit_contention
 from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
-from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
-from dbo_runtime.planner.costs.fit import fit_costs
-from dbo_runtime.planner.costs.op_cost import HostCost
+from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import describe_program
-from dbo_runtime.planner.costs.samples import keep_queued
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.calibration.identity import Identity
-from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
 from dbo_runtime.vllm_plugin.calibration.report import Report
-from dbo_runtime.vllm_plugin.calibration.step_fit import fit_steps
 from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -118,12 +112,16 @@ class CostSource:
         Raises:
             DeclineError, ConfigError: raised on all ranks if ops cannot be measured, or their durations make no sense.
         """
-        start = time.perf_counter()
+        # Import late: most servers load a file, or plan without costs.
+        from dbo_runtime.vllm_plugin.calibration.fitting import fit_table
+        from dbo_runtime.vllm_plugin.calibration.measurement import measure
+
+        start, program = time.perf_counter(), self._runtime.program
         with _ProgressBar(quiet=self._group.rank_in_group > 0) as bar:
             measurements = measure(self._runner, self._forward, self._group, budget, bar.show)
         # One rank fits for all: the last digits of a fit may differ between hosts, and then decisions could differ.
-        fitted = self._try(lambda: self._fit(measurements)) if self._group.rank_in_group == 0 else None
-        first = gather(self._group, fitted)[0]
+        fit = partial(fit_table, measurements, program, self._identity, self._host_computes)
+        first = gather(self._group, self._try(fit) if self._group.rank_in_group == 0 else None)[0]
         assert first is not None, "rank 0 fits"
         text, errors, problem = first
         if problem and measurements.left_out:
@@ -150,9 +148,11 @@ class CostSource:
             self._stage,
         )
 
-    def _try(self, fit: Callable[[], tuple[str, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
+    def _try(self, fit: Callable[[], tuple[CostTable, dict[str, float]]]) -> tuple[str, dict[str, float], str]:
+        """Return the costs as the text of a file, their errors, and what went wrong."""
         try:
-            return (*fit(), "")
+            table, errors = fit()
+            return format_costs(table), errors, ""
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
             return "", {}, str(error) if isinstance(error, ConfigError) else f"the costs cannot be fitted: {error!r}"
 
@@ -161,28 +161,6 @@ class CostSource:
             save_costs(table, path)
         except ConfigError as error:
             self._log.warning("the costs are in use, but not saved", reason=str(error))
-
-    def _fit(self, measurements: Measurements) -> tuple[str, dict[str, float]]:
-        """Return the costs as the text of a file, and their relative errors for steps, by mode."""
-        program = self._runtime.program
-        # If the host computes, it is never late: lanes run what the host runs.
-        samples = measurements.samples if self._host_computes else keep_queued(measurements.samples)
-        costs, errors = fit_costs(samples, self._identity.bytes_per_token)
-        identity = self._identity
-        origin = Provenance(
-            kind="measured",
-            source="dbo calibrate",
-            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            machine=identity.machine,
-            model=identity.model,
-            parallel=identity.parallel,
-            versions=identity.versions,
-        )
-        host = HostCost(computes=self._host_computes)
-        contention = fit_contention(costs, samples)
-        table = CostTable(origin, describe_program(program), costs, contention, host, errors)
-        table, step_errors = fit_steps(table, program, measurements.steps)
-        return format_costs(table), step_errors
 
     def _read(self, path: str) -> CostTable:
         table = load_costs(path)

@@ -34,8 +34,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
-from dbo_runtime.vllm_plugin.calibration.budget import choose_repeats, expect_round
-from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
+from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_repeats, choose_shapes, expect_round
 from dbo_runtime.vllm_plugin.calibration.timeline_samples import measure_late, read_samples
 from dbo_runtime.vllm_plugin.parallel.joint_work import JointWork
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -248,8 +247,7 @@ def _copy_forward(served: SplitForward, device: Device, policy: str, group: Grou
     """Return a forward of the same model that splits by *policy*, whatever the settings are."""
     config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # `side`, if the program has it
     own = served.copy_for(device, config, group)
-    # dummy batches have no KV connector, so any order may be measured
-    own.decider.has_layer_hooks = own.runner.has_layer_hooks = False
+    own.decider.checks_turns = False  # dummy batches have no KV connector, so any order may be measured
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
 

@@ -1,8 +1,11 @@
-"""Choose the dummy batches to measure a model with."""
+"""Choose the dummy batches to measure a model with, and how often to run each.
+
+Small batches come first. Each is repeated as often as leaves time for larger ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
@@ -12,6 +15,8 @@ GROWTH_FACTOR = 4  # ratio between a size and the next
 MIN_PREFILL_TOKENS = 8
 MAX_PREFILLS = 8  # prefills in one batch
 SHORT_CONTEXT_TOKENS = 16
+MAX_REPEATS = 3  # per shape, after a warm-up round; layers are repeats, too
+LONG_ROUND_SECONDS = 1.0  # a longer round runs at most twice: once for each cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +106,23 @@ def _fits(shape: Shape, limits: Limits) -> bool:
         and length <= limits.length
         and blocks <= limits.blocks
     )
+
+
+def choose_repeats(left: float, round_seconds: float) -> int:
+    """Return how often to repeat a shape whose round takes *round_seconds*, if *left* seconds remain for all shapes.
+
+    At most half of the time goes to this shape, so that time remains for larger shapes.
+    """
+    most = 2 if round_seconds > LONG_ROUND_SECONDS else MAX_REPEATS
+    return max(0, min(most, int(left / 2 / round_seconds)))
+
+
+def expect_round(rounds: Sequence[tuple[Shape, float]], shape: Shape) -> float:
+    """Return a lower bound for the seconds of a round of *shape*, from the measured *rounds* of smaller shapes.
+
+    The time beyond that of the first, smallest shape grows at least in proportion to the tokens, for equally many
+    requests.
+    """
+    (_, fixed), *others = rounds
+    alike = [(seconds - fixed) / other.total for other, seconds in others if other.requests == shape.requests]
+    return fixed + max(0.0, *alike[-1:]) * shape.total if alike else fixed

@@ -13,7 +13,6 @@ from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.declines import warn_declined
-from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 from dbo_runtime.vllm_plugin.api.features import may_diverge
 from dbo_runtime.vllm_plugin.api.groups import dispatches_chunks
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
@@ -51,6 +50,8 @@ from dbo_runtime.vllm_plugin.telemetry.traces import TraceFolder
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
 
 
 def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAdapter | Decline | None) -> None:
@@ -181,6 +182,8 @@ def _make_compiler(
     runner: GPUModelRunner, adapter: ModelAdapter, rank: RankContext, collectives: ModelCollectives
 ) -> OpCompiler:
     """Make the compiler of ops, with inputs as on the first stage, including the data that the adapter adds."""
+    from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler  # for few servers
+
     add_inputs = None
     if isinstance(adapter, InputAdapter) and rank.stage.is_first:
         add_inputs = partial(adapter.take_inputs, runner.get_model(), keep=True)

@@ -1,9 +1,9 @@
 """Ranks that must do the same thing agree on it before any of them begins.
 
-Whether and where to split follows from numbers that all ranks already hold (`batch.decide_data_parallel`). Each data
-parallel rank has its own batch, and may find a reason against splitting that other ranks cannot see. They therefore
-vote on each step that is to be split. Tensor parallel ranks have the same batch, and compare each new plan once. All
-ranks compare at start, and with DBO_CHECK=1 in each step.
+Whether and where to split follows from numbers that all ranks already hold (`Thresholds.choose_data_parallel`). Each
+data parallel rank has its own batch, and may find a reason against splitting that other ranks cannot see. They
+therefore vote on each step that is to be split. Tensor parallel ranks have the same batch, and compare each new plan
+once. All ranks compare at start, and with DBO_CHECK=1 in each step.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from dbo_runtime.devices import Device, open_device
@@ -41,8 +42,6 @@ class CpuPlatform(Platform):
 
         vLLM's CPU kernels share one scratchpad per process: two kernels at a time end in a segmentation fault.
         """
-        from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
-
         self._warn_of_side_cores(config, log)
         return open_device(self.name, capture_state=capture_thread_state, inline={SIDE})
 
@@ -89,3 +88,17 @@ def _has_shared_memory() -> bool:
 
     current_platform.import_kernels()
     return hasattr(torch.ops._C, "init_shm_manager")
+
+
+def capture_thread_state() -> Callable[[], AbstractContextManager[None]]:
+    """Return a factory of context managers that apply the calling thread's inference and grad mode in other threads."""
+    import torch
+
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            yield
+
+    return enter

@@ -56,7 +56,8 @@ class StepDecider:
         choose_sizes: chooses the sizes of micro-batches on all data parallel ranks, likewise.
         decode_len: longest query that counts as a decode, for batches whose decodes have no drafts; None for the
             batch's own.
-        has_layer_hooks: whether a KV connector has layer hooks that do something.
+        checks_turns: whether an issue order is declined in which layers do not take turns, as the layer hooks of a KV
+            connector need it.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class StepDecider:
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
         self.decode_len: int | None = None
-        self.has_layer_hooks = runtime.keeps_layers
+        self.checks_turns = runtime.keeps_layers
         self.rank = rank
         self.local = LocalPlanner(runtime, splitter, agreement.ranks, votes=rank is not None)
         self.runtime = runtime
@@ -197,7 +198,7 @@ class StepDecider:
     def _plan_locally(self, context: ForwardContext, tokens: int, shared: SharedSplit | None) -> StepDecision | Decline:
         """Plan this rank's batch, with the contexts of its micro-batches."""
         plan = self._plan(context, tokens, shared)
-        if self.has_layer_hooks and not isinstance(plan, Decline):
+        if self.checks_turns and not isinstance(plan, Decline):
             plan = check_turns(plan.executor.schedule) or plan
         if isinstance(plan, Decline) and shared is None:
             self._keep_decline(plan, context, tokens)

@@ -44,7 +44,7 @@ def rehearse(runner: GPUModelRunner, served: SplitForward, group: GroupCoordinat
     serial = SerialDevice(served.runtime.device)
     own = copy_for_profile(served, serial, group)
     steps: list[Callable[[], object]] = [partial(run_without_attention, runner, tokens)]
-    if not served.decider.has_layer_hooks:
+    if not served.runtime.keeps_layers:
         steps.append(partial(run_dummy, runner, REQUESTS, REQUEST_TOKENS, 0))
     for step in steps:
         try_split(runner, served, own, step, group)

@@ -29,13 +29,9 @@ class StepRunner:
         runtime: runs plans.
         ends: makes the program's inputs, and the forward's result from its outputs.
         lora: adapters of each token; None without LoRA.
-
-    Attributes:
-        has_layer_hooks: whether a KV connector has layer hooks that do something.
     """
 
     def __init__(self, runtime: MicroBatchRuntime, ends: ModelEnds, lora: LoraMapping | None = None) -> None:
-        self.has_layer_hooks = runtime.keeps_layers
         self._runtime = runtime
         self._ends = ends
         self._lora = lora
@@ -71,7 +67,7 @@ class StepRunner:
         inputs = self._ends.enter(arguments, plan.slices, repetition)
         if plan.executor.check_context is not None:
             contexts = [guard_context(context, plan.executor.check_context) for context in contexts]
-        hooks = transfer_once(get_forward_context(), contexts) if self.has_layer_hooks else nullcontext()
+        hooks = transfer_once(get_forward_context(), contexts) if self._runtime.keeps_layers else nullcontext()
         select_lora = nullcontext(None) if self._lora is None else self._lora.split(plan.slices)
         # At the end, the step's own forward context is restored.
         with hooks, forward_context.override_forward_context(contexts[0]), select_lora as select:

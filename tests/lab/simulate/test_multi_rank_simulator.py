@@ -11,8 +11,8 @@ from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import alternate
 from dbo_runtime.ir.program import Program, ProgramBuilder
-from dbo_runtime.ir.ranks import Groups
 from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
+from dbo_runtime.lab.oracle.ranks import Groups
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from dbo_runtime.observe.timeline import Timeline
 

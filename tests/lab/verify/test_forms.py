@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dbo_models import forms
+from dbo_models.forms import BlockRecorder, record_add, record_scale
 from dbo_models.parallel import CohereAdapter
 from dbo_models.post_norm import PostNormAdapter
 from dbo_models.sandwich import Gemma2Adapter, Gemma3Adapter, Glm4Adapter
 from dbo_runtime.adapters.contract import ModelAdapter
 from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.verification import verify_adapter
 from tests.support.vllm.families import ATTENTION, FAMILIES, IDS, SIZES, SLIDING, Family
 
@@ -60,24 +62,24 @@ class Attention:
         return x + positions
 
 
-def run(record: Any) -> tuple[Any, list[str]]:
+def run(record: Callable[[BlockRecorder, Value], Value], reduces: bool = True) -> tuple[Any, list[str]]:
     """Return what a program of x = 3 and positions = 7 computes, and the names of its ops."""
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions")
     with p.layer(0):
-        result = record(p, x, positions)
+        result = record(BlockRecorder(p, make_collectives(reduces), positions), x)
     program = p.build(result)
     ((value,),) = run_sequential((program,), [(3, 7)])
     return value, [f"{op.lane}:{op.name}" for op in program.ops]
 
 
-def make_collectives() -> Any:
+def make_collectives(reduces: bool = True) -> Any:
     """Return collectives that take no reduce away, and whose reduce multiplies by 10."""
-    return SimpleNamespace(reduces=True, without_reduce=lambda module: module, all_reduce=lambda x: x * 10)
+    return SimpleNamespace(reduces=reduces, without_reduce=lambda module: module, all_reduce=lambda x: x * 10)
 
 
 def test_a_block_is_the_module_and_its_reduce() -> None:
-    value, ops = run(lambda p, x, _: forms.record_block(p, "mlp", lambda x: x + 1, make_collectives(), x))
+    value, ops = run(lambda blocks, x: blocks.record_block("mlp", lambda x: x + 1, x))
     assert (value, ops) == (40, ["compute:mlp", "comm:mlp_reduce"])
 
 
@@ -85,13 +87,13 @@ def test_attention_is_ordered() -> None:
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions")
     with p.layer(0):
-        result = forms.record_attention_block(p, Attention(), make_collectives(), positions, x)
+        result = BlockRecorder(p, make_collectives(), positions).record_attention(Attention(), x)
     assert [op.ordered for op in p.build(result).ops] == [True, False]
 
 
 def test_parallel_blocks_share_one_reduce() -> None:
-    def record(p: ProgramBuilder, x: Any, positions: Any) -> Any:
-        return forms.record_parallel_blocks(p, Attention(), lambda x: x * 2, make_collectives(), positions, x)
+    def record(blocks: BlockRecorder, x: Value) -> Value:
+        return blocks.record_parallel(Attention(), lambda x: x * 2, x)
 
     value, ops = run(record)
     assert value == ((3 + 7) + 3 * 2) * 10
@@ -99,18 +101,17 @@ def test_parallel_blocks_share_one_reduce() -> None:
 
 
 def test_the_mlp_of_parallel_blocks_may_have_a_norm_of_its_own() -> None:
-    def record(p: ProgramBuilder, x: Any, positions: Any) -> Any:
-        other = forms.record_scale(p, "mlp_norm", x, 100)
-        return forms.record_parallel_blocks(p, Attention(), lambda x: x * 2, make_collectives(), positions, x, other)
+    def record(blocks: BlockRecorder, x: Value) -> Value:
+        other = record_scale(blocks.p, "mlp_norm", x, 100)
+        return blocks.record_parallel(Attention(), lambda x: x * 2, x, other)
 
     assert run(record)[0] == ((3 + 7) + 300 * 2) * 10
 
 
 def test_a_residual_is_added_with_its_scale() -> None:
-    assert run(lambda p, x, positions: forms.record_add(p, "add", x, positions))[0] == 10
-    assert run(lambda p, x, positions: forms.record_add(p, "add", x, positions, 0.5))[0] == 6.5
+    assert run(lambda blocks, x: record_add(blocks.p, "add", x, blocks.positions))[0] == 10
+    assert run(lambda blocks, x: record_add(blocks.p, "add", x, blocks.positions, 0.5))[0] == 6.5
 
 
 def test_results_that_need_no_reduce_get_none() -> None:
-    collectives: Any = SimpleNamespace(reduces=False, without_reduce=lambda module: module)
-    assert run(lambda p, x, _: forms.record_block(p, "mlp", lambda x: x, collectives, x))[1] == ["compute:mlp"]
+    assert run(lambda blocks, x: blocks.record_block("mlp", lambda x: x, x), reduces=False)[1] == ["compute:mlp"]

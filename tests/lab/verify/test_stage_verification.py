@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.sequence import IntermediateTensors
 
-from dbo_models.layers import record_decoder
+from dbo_models.layers import LayerRecorder
 from dbo_models.toy import ToyCollectives
 from dbo_runtime.adapters.communication import Collectives
 from dbo_runtime.adapters.contract import record_program
@@ -62,7 +62,7 @@ class Adapter:
         if self.mistake == "does not norm" and first:
             decoder.norm = lambda x, residual: (x, residual)
         try:
-            return record_decoder(p, decoder, collectives, x, positions)
+            return LayerRecorder(p, collectives, positions).record_decoder(decoder, x)
         finally:
             decoder.start_layer, decoder.end_layer = own
 

@@ -17,7 +17,7 @@ from dbo_runtime.ir.render import digest
 from dbo_runtime.planner.costs.cost_file import format_costs, parse_costs
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost
 from dbo_runtime.planner.costs.program_spec import build_program, describe_program
-from dbo_runtime.planner.search.few_layers import keep_few_layers
+from dbo_runtime.planner.search.period import keep_few_layers
 from tests.support.planner.machines import make_table
 from tests.support.planner.recorded_models import (
     Collectives,

@@ -12,9 +12,14 @@ from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import staggered
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.validate import validate
-from dbo_runtime.planner.search.few_layers import keep_few_layers
 from dbo_runtime.planner.search.jobs import make_jobs
-from dbo_runtime.planner.search.period import MIN_EQUAL_LAYERS, PeriodicOrder, PeriodSearch, find_periods
+from dbo_runtime.planner.search.period import (
+    MIN_EQUAL_LAYERS,
+    PeriodicOrder,
+    PeriodSearch,
+    find_periods,
+    keep_few_layers,
+)
 from dbo_runtime.planner.search.search import find_order
 from tests.support.planner.orders import measure_order
 from tests.support.planner.shop import do_nothing, record_chain

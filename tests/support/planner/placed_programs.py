@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from dbo_models.experts import record_experts
+from dbo_models.experts import ExpertsRecorder
 from dbo_runtime.ir.program import Program, ProgramBuilder
 
 LAYERS = 3
@@ -36,7 +36,6 @@ def record(may_move_to_side: bool = True, has_side: bool = True, run: Callable[.
             keys = p.side("keys", run(lambda x: x + 1), x)
             queries = p.compute("queries", run(lambda x: x * 2), x)
             attended = p.compute("attention", run(lambda q, k: q * k % 1009), queries, keys, ordered=True)
-            x = p.compute(
-                "add", run(lambda x, routed: x + routed), attended, record_experts(p, experts, None, attended)
-            )
+            routed = ExpertsRecorder(p, None, experts).record(attended)
+            x = p.compute("add", run(lambda x, routed: x + routed), attended, routed)
     return p.build(x)

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from dbo_runtime import __main__ as command_line
 from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.adapters.registry import check_adapter
-from dbo_runtime.batch import Batch, Thresholds, decide, decide_data_parallel, slice_batch
+from dbo_runtime.batch import Batch, Thresholds, slice_batch
 from dbo_runtime.config import list_settings, read_environment, reread_environment
 from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.serve_command import read_command
@@ -257,8 +257,8 @@ def _make_batch(chance: Random) -> Callable[[], object]:
     cuts = [chance.choice((-1, 0, 1, 5, sum(lengths), 10**9)) for _ in range(chance.randint(0, 3))]
 
     def read() -> None:
-        decide(batch, parts, thresholds)
-        decide_data_parallel([max(length, 0) for length in lengths] or [0], parts, thresholds)
+        thresholds.choose(batch, parts)
+        thresholds.choose_data_parallel([max(length, 0) for length in lengths] or [0], parts)
         slice_batch(batch, cuts)
 
     return read

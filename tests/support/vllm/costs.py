@@ -51,7 +51,7 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
     shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
     with (
         shapes,
-        patch("dbo_runtime.vllm_plugin.calibration.budget.LONG_ROUND_SECONDS", math.inf),
+        patch("dbo_runtime.vllm_plugin.calibration.shapes.LONG_ROUND_SECONDS", math.inf),
     ):  # however slow this machine is
         found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
     return found, told
@@ -60,7 +60,7 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
 def calibrate_few(worker: Any, path: str = "", repeats: int = 2) -> tuple[dict[str, Any], str]:
     """Calibrate a worker by a few shapes; return the report and the digest of what it plans by from now on."""
     shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
-    with shapes, patch("dbo_runtime.vllm_plugin.calibration.budget.MAX_REPEATS", repeats):
+    with shapes, patch("dbo_runtime.vllm_plugin.calibration.shapes.MAX_REPEATS", repeats):
         report = worker.dbo_calibrate(path, 600.0)
     return report, worker.model_runner.get_model().forward.runtime.planner.table.digest
 

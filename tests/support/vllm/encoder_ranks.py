@@ -34,9 +34,9 @@ from dbo_runtime.vllm_plugin.encoder.host_lengths import NAME, install_host_leng
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
+from dbo_runtime.vllm_plugin.platforms.cpu import capture_thread_state
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import CpuAttention
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from dbo_runtime.vllm_plugin.platforms.thread_state import capture_thread_state
 
 ROUNDING = 1e-5  # of the largest value, float32: what matrix products of other sizes may differ by
 SIZES = {

@@ -25,7 +25,7 @@ from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.op_cost import HostCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
-from dbo_runtime.vllm_plugin.calibration import cost_source, measurement
+from dbo_runtime.vllm_plugin.calibration import cost_source, fitting, measurement
 from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, StepSample
 from dbo_runtime.vllm_plugin.calibration.report import Report
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape
@@ -149,7 +149,7 @@ def test_without_a_path_costs_are_used_and_not_written(
     forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    monkeypatch.setattr(measurement, "measure", lambda *_: found)
     get_costs(forward).prepare(RuntimeConfig(calibrate=True))
     assert forward.runtime.planner is not None
     (figures,) = log.find("planning by costs")
@@ -163,7 +163,7 @@ def test_the_settings_ask_for_a_calibration_that_is_written(
 ) -> None:
     path = tmp_path / "costs.json"
     path.write_text("an old file, which is not read")
-    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    monkeypatch.setattr(measurement, "measure", lambda *_: found)
     get_costs(forward).prepare(RuntimeConfig(calibrate=True, costs=str(path)))
     assert forward.runtime.planner is not None
     assert load_costs(path) == forward.runtime.planner.table
@@ -326,7 +326,7 @@ def test_where_calibration_fails_serving_goes_on_without(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(cost_source, "measure", measure)
+    monkeypatch.setattr(measurement, "measure", measure)
     path = tmp_path / "costs.json"
     with pytest.raises((DeclineError, ConfigError), match=words) as raised:
         get_costs(forward).calibrate(str(path))
@@ -356,8 +356,8 @@ def test_whatever_a_file_is_read_with_all_ranks_hear_of_it(
 def test_whatever_the_fit_fails_with_all_ranks_hear_of_it_and_serving_goes_on_without(
     one_rank: Engine, forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
-    monkeypatch.setattr(cost_source, "fit_steps", lambda *_: 1 / 0)
+    monkeypatch.setattr(measurement, "measure", lambda *_: found)
+    monkeypatch.setattr(fitting, "fit_steps", lambda *_: 1 / 0)
     reason = "the costs cannot be fitted: ZeroDivisionError('division by zero')"
     assert_serves_on_without_costs(RuntimeConfig(calibrate=True), reason, one_rank, forward, log)
 
@@ -365,7 +365,7 @@ def test_whatever_the_fit_fails_with_all_ranks_hear_of_it_and_serving_goes_on_wi
 def test_where_the_file_cannot_be_written_the_costs_are_used_all_the_same(
     forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cost_source, "measure", lambda *_: found)
+    monkeypatch.setattr(measurement, "measure", lambda *_: found)
     path = str(tmp_path / "absent" / "costs.json")
     report = get_costs(forward).calibrate(path)
     assert forward.runtime.planner is not None

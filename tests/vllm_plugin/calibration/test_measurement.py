@@ -19,9 +19,8 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_feat
 from dbo_runtime.planner.costs.samples import Sample
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits
 from dbo_runtime.vllm_plugin.calibration import measurement
-from dbo_runtime.vllm_plugin.calibration.budget import MAX_REPEATS, choose_repeats, expect_round
 from dbo_runtime.vllm_plugin.calibration.measurement import merge_ranks, overlaps_itself
-from dbo_runtime.vllm_plugin.calibration.shapes import Shape, choose_shapes
+from dbo_runtime.vllm_plugin.calibration.shapes import MAX_REPEATS, Shape, choose_repeats, choose_shapes, expect_round
 from tests.support.vllm.costs import FEW_SHAPES, measure_few
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.measurements import assert_complete

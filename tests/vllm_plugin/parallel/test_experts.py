@@ -16,8 +16,8 @@ from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import alternate
 from dbo_runtime.ir.program import Program
-from dbo_runtime.ir.ranks import RankPlan, validate_ranks
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.oracle.ranks import RankPlan, validate_ranks
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.experts import SequenceParallelExperts, SplitExperts

@@ -28,7 +28,7 @@ def served(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> SplitForward:
 
 @pytest.mark.parametrize(
     ("changes", "with_attention"),
-    [({}, [0, 2]), ({"has_layer_hooks": True}, [0])],
+    [({}, [0, 2]), ({"keeps_layers": True}, [0])],
     ids=["usual", "layer hooks"],
 )
 def test_steps_are_split_without_attention_and_with_it_and_nothing_is_counted(
@@ -39,7 +39,7 @@ def test_steps_are_split_without_attention_and_with_it_and_nothing_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in changes.items():
-        monkeypatch.setattr(served.decider, name, value)
+        monkeypatch.setattr(served.runtime, name, value)
     ran: list[tuple[dict[str, Any], int]] = []
     original = rehearsal.try_split
 

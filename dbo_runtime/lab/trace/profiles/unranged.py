@@ -1,10 +1,10 @@
 """The timeline of a step without this package's ranges: of unsplit vLLM, of vLLM's own DBO, of SGLang's TBO.
 
-Communication is recognized by name (`kinds`). On a device, the stream with most computation is `compute`, and other
-computing streams are `side`. Each communicating stream is a separate lane, because ops of one stream never overlap. If
-several threads besides the step's launched the computing kernels, as vLLM's DBO has one per micro-batch, these threads
-are the micro-batches. Without kernels, ops of the step's thread are `compute`, and communicating ops of any thread are
-`comm`.
+Communication is recognized by name: of NCCL, HCCL, gloo, vLLM, DeepEP and the like. On a device, the stream with most
+computation is `compute`, and other computing streams are `side`. Each communicating stream is a separate lane, because
+ops of one stream never overlap. If several threads besides the step's launched the computing kernels, as vLLM's DBO has
+one per micro-batch, these threads are the micro-batches. Without kernels, ops of the step's thread are `compute`, and
+communicating ops of any thread are `comm`.
 
 Profiles do not say what an op waited for. It is assumed to have waited for the other lane's op that ended last before
 it started, if it could have run earlier; on a device, only if it started soon after that op ended.
@@ -13,18 +13,27 @@ it started, if it could have run earlier; on a device, only if it started soon a
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from dbo_runtime.ir.op import COMM, COMPUTE, SIDE
 from dbo_runtime.lab.trace.profiles.events import Event, Kernel, Track
-from dbo_runtime.lab.trace.profiles.kinds import is_communication, is_host_copy
 from dbo_runtime.lab.trace.profiles.steps import Step
 from dbo_runtime.observe.timeline import Span, Timeline
 
 WAKE_SECONDS = 20e-6  # from the end of a kernel to the start of one whose stream waited for it
 MAX_COMM_LANES = 8
+
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|hccl|hcom_|xccl|nvshmem|gloo:|mpi:|c10d|record_param_comms"
+    r"|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|sendrecv"
+    r"|cross_device_reduce|quick_?reduce|multimem|shm_"  # kernels of vLLM, FlashInfer and SGLang
+    r"|deep_?ep|pplx|distribute_?(?:dispatch|combine)"  # kernels that send tokens to their experts and back
+    r"|memcpy ptop"
+)
+_COPY = re.compile(r"memcpy (?:htod|dtoh)|memcpy_async")
 
 
 def make_by_streams(step: Step, kernels: Iterable[Kernel]) -> Timeline:
@@ -145,3 +154,13 @@ def _subtract(event: Event, others: Sequence[Event]) -> list[Event]:
     if start < event.end:
         pieces.append(event._replace(start=start))
     return pieces
+
+
+def is_communication(name: str) -> bool:
+    """Return whether a kernel or host op of this name communicates with other ranks."""
+    return _COMMUNICATION.search(name.lower()) is not None
+
+
+def is_host_copy(name: str) -> bool:
+    """Return whether an event copies between host and device, which is neither computation nor communication."""
+    return _COPY.search(name.lower()) is not None

@@ -12,8 +12,8 @@ from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.ir.policies import alternate, sequential
 from dbo_runtime.ir.program import Program, ProgramBuilder
-from dbo_runtime.ir.ranks import Groups, RankPlan, find_deadlock, get_groups, validate_ranks
 from dbo_runtime.ir.schedule import Issue, Schedule
+from dbo_runtime.lab.oracle.ranks import Groups, RankPlan, find_deadlock, get_groups, validate_ranks
 from dbo_runtime.lab.simulate.multi_rank_simulator import simulate_ranks
 from tests.support.programs import lower_toy
 from tests.support.rank_mutants import GROUPS, make_plans

@@ -1,4 +1,6 @@
-"""Prove that several ranks' schedules fit together: no rank hangs or matches the wrong collective.
+"""Prove that ranks with different schedules fit together: no rank hangs or matches the wrong collective.
+
+In serving all ranks have the same schedule, for which `validate_collectives` is enough.
 
 `validate` proves each schedule alone. Collectives are matched by order, not by name: the n-th collective that each
 member of a group runs on a communicator is taken for the same one. Rule numbers continue after the eight of
