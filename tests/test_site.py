@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -105,6 +106,13 @@ def leads_somewhere(link: str, path: Path, site: Path, pages: dict[Path, Html]) 
         target = target / "index.html" if target.is_dir() else target
     anchor = unquote(parts.fragment)
     return target.is_file() and (not anchor or target not in pages or anchor in pages[target].anchors)
+
+
+@pytest.mark.parametrize("word", ["troubleshooting", "faq", "uninstall"])
+def test_the_search_finds_what_people_look_for_first(word: str, site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    titles = [entry["location"] for entry in entries if word in entry["title"].lower()]
+    assert any(location.startswith("troubleshooting.html") for location in titles)
 
 
 def test_links_to_files_of_the_repository_are_pages(site: Path) -> None:
