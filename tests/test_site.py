@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -15,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.support.public_names import read_public_names
+from tests.support.site import build_site
 
 ROOT = Path(__file__).parents[1]
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -48,9 +47,7 @@ class Html(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the site, which is built once for all tests."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
-    done = subprocess.run([*command, "--site-dir", str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    build_site(folder)
     return folder
 
 
