@@ -166,6 +166,15 @@ def test_commands_in_blocks_are_taken_by_the_command_line(document: Path) -> Non
         assert command.passes_on or not unknown, (name, words)
 
 
+def test_the_quickstart_has_the_same_commands_in_chinese() -> None:
+    english, chinese = (
+        re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / name).read_text(), re.DOTALL | re.MULTILINE)
+        for name in ("quickstart-ascend.md", "quickstart-ascend.zh.md")
+    )
+    assert len(english) == 3
+    assert [re.sub(r" +#.*", "", block) for block in chinese] == [re.sub(r" +#.*", "", block) for block in english]
+
+
 def test_commands_are_found_in_blocks() -> None:
     assert ["doctor", "examples/tiny-deepseek"] in list_commands(ROOT / "docs" / "settings.md")
     assert ["trace", "traces/step-000003.json", "--figure", "step.png"] in list_commands(ROOT / "docs" / "observing.md")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.support.public_names import read_public_names
+from tests.support.site import build_site
 
 ROOT = Path(__file__).parents[1]
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -47,9 +47,7 @@ class Html(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the site, which is built once for all tests."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
-    done = subprocess.run([*command, "--site-dir", str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    build_site(folder)
     return folder
 
 
@@ -105,6 +103,13 @@ def leads_somewhere(link: str, path: Path, site: Path, pages: dict[Path, Html]) 
         target = target / "index.html" if target.is_dir() else target
     anchor = unquote(parts.fragment)
     return target.is_file() and (not anchor or target not in pages or anchor in pages[target].anchors)
+
+
+@pytest.mark.parametrize("word", ["troubleshooting", "faq", "uninstall"])
+def test_the_search_finds_what_people_look_for_first(word: str, site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    titles = [entry["location"] for entry in entries if word in entry["title"].lower()]
+    assert any(location.startswith("troubleshooting.html") for location in titles)
 
 
 def test_links_to_files_of_the_repository_are_pages(site: Path) -> None:

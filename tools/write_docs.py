@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from dbo_runtime.__main__ import COMMANDS, SCRIPT
 from dbo_runtime.__main__ import main as run_program
 from dbo_runtime.adapters.registry import GROUP
 from dbo_runtime.config import Setting, list_settings
+from dbo_runtime.doctor.remedies import REMEDIES
 from dbo_runtime.vllm_plugin.api.kv_connectors import IDLE_HOOKS, WORKING_HOOKS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,6 +111,15 @@ def make_commands_table() -> str:
     return _make_table(("command", "what it does", "needs"), rows)
 
 
+def make_remedies_table(group: str) -> str:
+    """Return the reasons to decline of one group, with what they mean and what to do."""
+    rows = [
+        ("<br>".join(f"`{reason}`" for reason in remedy.reasons), *map(_link_pages, (remedy.meaning, remedy.action)))
+        for remedy in REMEDIES[group]
+    ]
+    return _make_table(("reason in the log", "what it means", "what to do"), rows)
+
+
 def make_versions_table() -> str:
     """Return how many tests of each suite passed on each version of vLLM, as `make test-compat` has kept it."""
     results = json.loads((ROOT / "tests" / "compat" / "results.json").read_text())
@@ -128,6 +139,11 @@ def make_recorded_table() -> str:
         (name, *(_describe_recorded(found["architectures"].get(name)) for found in results.values())) for name in names
     ]
     return _make_table(("architecture", *(f"{vllm} ({found['date']})" for vllm, found in results.items())), rows)
+
+
+def _link_pages(text: str) -> str:
+    """Return a text of the doctor's with links to the pages in docs/ that it names."""
+    return re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", lambda page: f"[{page[1]}]({page[1]}{page[2] or ''})", text)
 
 
 def _describe_recorded(found: Mapping[str, str] | None) -> str:
@@ -168,6 +184,7 @@ TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
         "connectors": make_connectors_table,
         "versions": make_versions_table,
         "recorded": make_recorded_table,
+        **{f"remedies: {group}": partial(make_remedies_table, group) for group in REMEDIES},
     }
 )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.probe_process import run_probe
+from dbo_runtime.doctor.remedies import find_remedies
 from dbo_runtime.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -56,7 +57,7 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
         return [Finding("command", "fail", f"vLLM does not accept it: {facts['error']}", remedy)]
     return [
         _describe_layout(facts),
-        *(Finding("command", "fail", found) for found in facts["declines"]),
+        *(Finding("command", "fail", found, _advise(found)) for found in facts["declines"]),
         *(
             [Finding("command", "warn", facts["misfit"], "until then `auto` goes by thresholds")]
             if facts["misfit"]
@@ -72,6 +73,10 @@ def list_overlaps(sizes: Mapping[str, int]) -> list[str]:
         *(["all-reduces"] if sizes["tensor"] > 1 else []),
         *(["dispatch and combine of experts"] if sizes["data"] > 1 and sizes["expert"] > 1 else []),
     ]
+
+
+def _advise(decline: str) -> str:
+    return "; ".join(remedy.action for remedy in find_remedies(decline))
 
 
 def _describe_layout(facts: Mapping[str, Any]) -> Finding:

@@ -31,6 +31,7 @@ from tests.benchmarks.measured_hosts import (
     prepare,
     run_program,
 )
+from tests.benchmarks.plots import draw_section
 from tests.benchmarks.served_hosts import Server, serve
 from tests.benchmarks.served_workloads import METRICS, TRAFFIC, OfferedLoad, Run, send
 from tests.benchmarks.serving_report import (
@@ -73,6 +74,7 @@ def main() -> int:
     print("\n".join(lines))
     if arguments.write_page:
         write_section("serving", " ".join([MODULE, *sys.argv[1:]]), lines)
+        draw_section("serving")
     return 0
 
 

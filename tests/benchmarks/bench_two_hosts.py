@@ -34,6 +34,7 @@ from tests.benchmarks.measured_hosts import (
     prepare,
     run_program,
 )
+from tests.benchmarks.plots import draw_section
 from tests.benchmarks.targets import find_missed
 from tests.benchmarks.two_hosts_cells import NO_LIMIT, Cell
 from tests.benchmarks.two_hosts_report import (
@@ -74,10 +75,12 @@ def main() -> int:
         lines = report(own, arguments.repeat, arguments.family)
         print("\n".join(lines))
         if arguments.write_page:
-            write_section(f"{arguments.section}-{parallel}", " ".join([MODULE, *sys.argv[1:]]), lines)
+            section = f"{arguments.section}-{parallel}"
+            write_section(section, " ".join([MODULE, *sys.argv[1:]]), lines)
+            draw_section(section)
     if all(cell.same for cell in cells):
         return 0
-    print("error: not all modes gave the same tokens, see the last column.", file=sys.stderr)
+    print("error: not all modes gave the same tokens; the report names the workloads.", file=sys.stderr)
     return 1
 
 

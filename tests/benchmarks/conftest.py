@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-from functools import partial
+from collections.abc import Sequence
 
 import pytest
 
+from tests.benchmarks.plots import draw_section
 from tests.support.page import Publish, tell_section
 
 
@@ -17,8 +18,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def publish(request: pytest.FixtureRequest) -> Publish:
-    """Print a section of the page, and write it if asked."""
-    return partial(tell_section, request.config.getoption("--write-page"))
+    """Print a section of the page; if asked, write it, and draw its plot."""
+    is_written: bool = request.config.getoption("--write-page")
+
+    def publish_section(name: str, command: str, lines: Sequence[str]) -> None:
+        tell_section(is_written, name, command, lines)
+        if is_written:
+            draw_section(name)
+
+    return publish_section
 
 
 @pytest.fixture(autouse=True)
