@@ -18,13 +18,7 @@ from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.verification import verify_adapter
-from tests.support.vllm.families import ATTENTION, FAMILIES, IDS, SIZES, SLIDING, Family
-
-OTHERS = {  # verified, not registered
-    "Gemma2ForCausalLM": Family("gemma2", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
-    "Glm4ForCausalLM": Family("glm4", {**ATTENTION, **IDS}),
-    "CohereForCausalLM": Family("cohere", {**ATTENTION, **IDS, "use_qk_norm": True}),
-}
+from tests.support.vllm.families import FAMILIES, SIZES
 
 
 @pytest.mark.vllm
@@ -47,7 +41,7 @@ def test_adapters_made_of_the_parts_pass(
     """Windows are of 64 tokens, longer than these prompts: test_families.py has the longer ones."""
     from transformers import AutoConfig
 
-    model_type, extra = (OTHERS | FAMILIES)[architecture]
+    model_type, extra = FAMILIES[architecture]
     AutoConfig.for_model(model_type, **{**SIZES, **extra}, architectures=[architecture]).save_pretrained(tmp_path)
     verification = verify_adapter(str(tmp_path), adapter)
     assert not verification.mismatches, str(verification)

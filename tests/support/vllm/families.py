@@ -137,9 +137,12 @@ FAMILIES = {  # by architecture
     "Qwen3NextForCausalLM": Family("qwen3_next", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", {**ATTENTION, **LINEAR}),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
+    "CohereForCausalLM": Family("cohere", {**ATTENTION, **IDS, "use_qk_norm": True}),
     "Cohere2ForCausalLM": Family("cohere2", {**ATTENTION, **SLIDING, **IDS}),
     "Exaone4ForCausalLM": Family("exaone4", {**ATTENTION, **SLIDING, "sliding_window_pattern": 2}),
+    "Gemma2ForCausalLM": Family("gemma2", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
     "Gemma3ForCausalLM": Family("gemma3_text", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
+    "Glm4ForCausalLM": Family("glm4", {**ATTENTION, **IDS}),
     "GraniteForCausalLM": Family(
         "granite", {**ATTENTION, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
     ),
