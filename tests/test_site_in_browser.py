@@ -34,9 +34,11 @@ const wait = (time) => new Promise((done) => setTimeout(done, time));
     await open(page);
     await wait(100);
     const shown = frame.contentDocument, root = shown.documentElement;
+    const tables = [...shown.querySelectorAll(".md-typeset__scrollwrap")];
+    const look = frame.contentWindow.getComputedStyle;
     found.push({page, inner: frame.contentWindow.innerWidth, scroll: root.scrollWidth,
-      ground: frame.contentWindow.getComputedStyle(shown.body).backgroundColor,
-      ink: frame.contentWindow.getComputedStyle(shown.querySelector(".md-typeset")).color});
+      tables: tables.length, wide: tables.filter(each => each.scrollWidth > each.clientWidth + 1).length,
+      ground: look(shown.body).backgroundColor, ink: look(shown.querySelector(".md-typeset")).color});
   }
   document.getElementById("out").textContent = JSON.stringify(found);
 })();
@@ -110,6 +112,12 @@ def test_no_page_is_wider_than_a_phone(ruler: Ruler) -> None:
 def test_pages_fit_wider_screens(width: int, ruler: Ruler) -> None:
     found = ruler.measure(SHOWN, "light", width)
     assert {shown["page"]: shown["scroll"] for shown in found if shown["scroll"] > width} == {}
+
+
+def test_tables_fit_a_desk(ruler: Ruler) -> None:
+    found = ruler.measure(["benchmarks.html", "troubleshooting.html", "vllm.html", "settings.html"], "light", DESK)
+    assert min(shown["tables"] for shown in found) >= 1
+    assert {shown["page"]: shown["wide"] for shown in found if shown["wide"]} == {}
 
 
 def test_pages_are_dark_where_the_reader_prefers_it_and_their_words_stand_out(ruler: Ruler) -> None:
