@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -467,3 +470,75 @@ def test_the_module_is_a_program(tmp_path: Path) -> None:
     done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("dbo_runtime plan: costs 'nothing' are neither a file nor a published case")
+
+
+def start_program(code: str, *folders: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start Python with *code*, with *folders* on its path, in a process group of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT), *sys.path])}
+    words = [sys.executable, "-c", code]
+    return subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+
+
+def wait_for(path: Path, seconds: float = 60.0) -> str:
+    """Return the content of a file once there is some."""
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} is still missing"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["plan", "--list"], program.BROKEN_PIPE), (["--help"], 0)],  # argparse itself overlooks that nobody reads
+)
+def test_a_reader_that_leaves_early_gets_no_traceback(words: list[str], status: int) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `| head` does, only before the first line
+    done = start_program(f"import sys; from dbo_runtime.__main__ import main; sys.exit(main({words}))", stdout=write)
+    os.close(write)
+    assert done.communicate(timeout=60)[1] == ""
+    assert done.returncode == status
+
+
+def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
+    """Stands for any command: one that says that it runs, and sleeps."""
+    started = tmp_path / "started"
+    code = f"""
+import sys, time, types
+from pathlib import Path
+from dbo_runtime import __main__ as program
+module = types.ModuleType("a_command")
+module.add_arguments = lambda parser: None
+module.run = lambda arguments: Path({str(started)!r}).write_text("yes") and time.sleep(60)
+sys.modules["a_command"] = module
+program.COMMANDS = {{"sleep": program.Command("a_command", "sleep")}}
+sys.exit(program.main(["sleep"]))
+"""
+    process = start_program(code)
+    wait_for(started)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[1] == "dbo_runtime sleep: interrupted.\n"
+    assert process.returncode == program.INTERRUPTED
+
+
+@pytest.mark.skipif(find_spec("vllm") is None or find_spec("hypothesis") is None, reason="soak needs both")
+def test_an_interrupt_ends_the_engines_of_a_soak_at_once(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    (tmp_path / "sleeper.py").write_text(
+        f"import os, time, pathlib; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    )
+    code = """
+import sys
+from dbo_runtime.__main__ import main
+from dbo_runtime.lab.soak import engine_process
+engine_process.MODULE = "sleeper"
+sys.exit(main(["soak", "model"]))
+"""
+    process = start_program(code, tmp_path)
+    engine = int(wait_for(started))
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == "dbo_runtime soak: interrupted.\n"
+    assert process.returncode == program.INTERRUPTED
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)

@@ -58,7 +58,8 @@ class EngineProcess:
             for rank in range(ranks):
                 own = {**_describe_rank(rank, ranks, port), **environment} if ranks > 1 else environment
                 self._start(own)
-                self._pipes[-1].send((model, tuple(loras), dict(options)))
+                with suppress(BrokenPipeError):  # `_collect` reports this
+                    self._pipes[-1].send((model, tuple(loras), dict(options)))
             self.abilities, *_ = self._collect(START_SECONDS)
             stack.pop_all()
 
@@ -66,10 +67,11 @@ class EngineProcess:
         """Return the engine."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End all processes, by request first."""
-        with suppress(DeviceError, OSError):
-            self._ask("close", [()] * len(self._pipes), END_SECONDS)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End all processes: by request, or at once after an error or an interrupt, when they may not listen."""
+        if kind is None:
+            with suppress(DeviceError, OSError):
+                self._ask("close", [()] * len(self._pipes), END_SECONDS)
         self._end()
 
     def configure(self, settings: Mapping[str, str]) -> None:
