@@ -46,6 +46,17 @@ HIDES_NOTHING = {transport: Decline("no communication to hide", why) for transpo
 OFF = Decline("DBO_MODE is off")
 
 
+def decline_transport(transport: str, planner: Planner | None) -> Decline | None:
+    """Return why `auto` splits no step between ranks that communicate by *transport*; None if it may.
+
+    A planner changes that where all ranks are on one host: its costs say whether communication is worth hiding. And
+    concurrent compute lanes pay without any communication.
+    """
+    if planner is not None and (transport == "one host" or planner.can_use_side):
+        return None
+    return HIDES_NOTHING.get(transport)
+
+
 @dataclass(slots=True)
 class Statistics:
     """Counts of steps by mode. Steps counted as *concurrent* are not split, but have ops on `side`."""
@@ -154,16 +165,8 @@ class MicroBatchRuntime:
         self.config = config
 
     def check_transport(self, transport: str) -> Decline | None:
-        """Decline every step if there is no communication to hide; `auto` only.
-
-        A planner changes that where all ranks are on one host: its costs say whether communication is worth hiding. And
-        concurrent compute lanes pay without any communication.
-        """
-        if self.config.mode != "auto" or transport not in NOTHING_TO_HIDE:
-            return None
-        if self.planner is not None and (transport == "one host" or self.planner.can_use_side):
-            return None
-        return HIDES_NOTHING[transport]
+        """Decline every step if there is no communication to hide; `auto` only. See `decline_transport`."""
+        return decline_transport(transport, self.planner) if self.config.mode == "auto" else None
 
     def decline_early(self, tokens: int) -> Decline | None:
         """Decline a step of *tokens* tokens before its requests are read, if no requests would get it split."""

@@ -12,7 +12,8 @@ from dbo_runtime.config import ENABLE, PREFIX
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.soak.check import REQUESTS, check_equivalence
 from dbo_runtime.lab.soak.comparison import TOLERANCE
-from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
+from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
+from dbo_runtime.vllm_plugin.api.engine_log import divert_output
 
 EXIT_DIFFERENT = 1
 
@@ -77,12 +78,8 @@ def _read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.passed_on:
         return {}
     os.environ[ENABLE] = "0"
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=arguments.program))
-    default = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model]))
-    given = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model, *arguments.passed_on]))
+    default = parse_engine_arguments(arguments.program, arguments.model, ())
+    given = parse_engine_arguments(arguments.program, arguments.model, arguments.passed_on)
     names = [field.name for field in dataclasses.fields(given)]
     return {name: value for name in names if (value := getattr(given, name)) != getattr(default, name)}
 

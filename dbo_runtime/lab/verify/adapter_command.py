@@ -22,7 +22,7 @@ from dbo_runtime.ir.render import digest, render
 from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
+from dbo_runtime.vllm_plugin.api.engine_log import divert_output
 
 EXIT_DIFFERENT = 1
 NEW = "new"
