@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig, read_environment
@@ -30,9 +29,10 @@ from dbo_runtime.lab.whatif.scale import (
     set_model,
 )
 from dbo_runtime.lab.whatif.scale_cases import find_scale_cases
-from dbo_runtime.lab.whatif.sweep import GRIDS, GridPoint, has_sizes, list_steps, parse_axes, sweep
+from dbo_runtime.lab.whatif.sweep import GRIDS, has_sizes, list_steps, parse_axes, sweep
 from dbo_runtime.lab.whatif.sweep_report import describe_sweep, list_cells
 from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, list_tried_sizes, predict_step
+from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_values import read_count
@@ -105,7 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _print(describe_cases(list_cases()))
     if arguments.measurements:
-        return _print(describe_comparisons([compare(each) for each in MEASUREMENTS]))
+        compared = [compare(each) for each in show_progress(MEASUREMENTS, "predicting", "measurement")]
+        return _print(describe_comparisons(compared))
     if arguments.scale is not None:
         return _print_fleet(arguments)
     if arguments.costs is None:
@@ -125,7 +126,7 @@ def _print_fleet(arguments: argparse.Namespace) -> int:
     if arguments.costs is not None and (arguments.tokens or arguments.decodes or arguments.query_lens):
         step = _make_batch(arguments, open_costs(arguments.costs)[1])
     points = [(case, chips) for case in cases for chips in CHIPS]
-    rows = [predict_fleet(case, chips, config, step) for case, chips in points]
+    rows = [predict_fleet(case, chips, config, step) for case, chips in show_progress(points, "scaling", "row")]
     return _print(json.dumps(list_rows(rows), indent=2) if arguments.json else describe_fleet(rows))
 
 
@@ -137,7 +138,7 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
     if has_sizes(axes):
         searched_to = steps[-1].tokens
         estimator = Estimator(table, [*steps, *_list_tried(batch, searched_to)])
-    cells = sweep(table, batch, config, axes, _show_progress, estimator, _find_network(arguments))
+    cells = sweep(table, batch, config, axes, estimator, _find_network(arguments))
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
     break_evens = (
@@ -148,16 +149,6 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
 
 def _list_tried(batch: Batch, searched_to: int) -> list[Batch]:
     return [resize_batch(batch, size) for size in list_tried_sizes(searched_to)]
-
-
-def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
-    """Yield *points*, with a progress bar if standard error is a terminal and tqdm is installed, as vLLM does."""
-    if find_spec("tqdm") is None:
-        return points
-    from tqdm import tqdm
-
-    bar: Iterable[GridPoint] = tqdm(points, desc="sweeping", unit="point", leave=False, disable=None)
-    return bar
 
 
 def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:

@@ -11,9 +11,11 @@ from typing import Any
 
 from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError, DeviceError
+from dbo_runtime.observe.progress import find_terminal
 from dbo_runtime.planner.costs.cost_file import load_costs, name_stage_file
 from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
 from dbo_runtime.vllm_plugin.api.engine_log import keep_log
+from dbo_runtime.vllm_plugin.api.interrupt import end_children_on_interrupt
 from dbo_runtime.vllm_plugin.calibration.outlook import describe_outlook
 from dbo_runtime.vllm_plugin.calibration.report import Report
 
@@ -43,8 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output).absolute()
     if not os.access(output.parent, os.W_OK) or os.path.isdir(output):
         raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")
-    with keep_log(arguments.model, arguments.verbose) as where:
-        reports = _calibrate(arguments, output)
+    terminal = find_terminal()  # before output is moved
+    with end_children_on_interrupt(), keep_log(arguments.model, arguments.verbose) as where:
+        reports = _calibrate(arguments, output, terminal)
         if not reports:
             raise DeviceError(f"this model is not split, so there is nothing to measure. {where}")
     if arguments.json:
@@ -61,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _calibrate(arguments: argparse.Namespace, output: Path) -> list[dict[str, Any]]:
+def _calibrate(arguments: argparse.Namespace, output: Path, terminal: str) -> list[dict[str, Any]]:
     """Return the first rank's report for each pipeline stage, as fields; without stages that are not split."""
     os.environ[ENABLE] = "1"
     from vllm import LLM
@@ -71,7 +74,7 @@ def _calibrate(arguments: argparse.Namespace, output: Path) -> list[dict[str, An
     llm = LLM(**{**options, "worker_extension_cls": EXTENSION, "disable_log_stats": True})
     try:
         gathered: list[dict[str, Any] | None] = llm.collective_rpc(
-            "dbo_calibrate", args=(str(output), arguments.budget)
+            "dbo_calibrate", args=(str(output), arguments.budget, terminal)
         )
     finally:
         llm.llm_engine.engine_core.shutdown()

@@ -141,7 +141,7 @@ def test_the_command_hands_all_other_arguments_to_vllm(
     host = Host([asdict(REPORT), asdict(replace(REPORT, seconds=9.0))])
     words = ("--budget", "7", "--tensor-parallel-size", "2", "--enforce-eager", "--dtype=float32")
     assert calibrate(monkeypatch, host, *words) == 0
-    assert host.asked == [("dbo_calibrate", str(tmp_path / "costs.json"), 7.0)]
+    assert host.asked == [("dbo_calibrate", str(tmp_path / "costs.json"), 7.0, "")]
     expected = {"model": str(TINY), "tensor_parallel_size": 2, "enforce_eager": True, "dtype": "float32"}
     assert {name: host.options[name] for name in expected} == expected
     assert host.options["worker_extension_cls"] == EXTENSION
