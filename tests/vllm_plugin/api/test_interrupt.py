@@ -37,3 +37,23 @@ def test_processes_that_ignore_an_interrupt_are_ended_before_it_is_raised(tmp_pa
     assert kept.poll() is None
     kept.communicate(timeout=10)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_library_that_loses_the_interrupt_cannot_keep_the_program(tmp_path: Path) -> None:
+    code = """
+import signal, time
+from dbo_runtime.vllm_plugin.api import interrupt
+interrupt.GRACE_SECONDS = 0.5
+with interrupt.end_children_on_interrupt():
+    while True:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+"""
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted while vLLM was starting.\n")
