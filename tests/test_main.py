@@ -22,7 +22,7 @@ import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime.lab.whatif import plan_command
 from dbo_runtime.lab.whatif.measurements import MEASUREMENTS
-from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.lab.whatif.published_cases import get_case, list_cases
 from dbo_runtime.lab.whatif.scale import set_layers
 from dbo_runtime.lab.whatif.whatif import BreakEven
 from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
@@ -181,12 +181,17 @@ def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: py
     assert min(struct.unpack(">II", header[16:])) > 100
 
 
-def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
-    output = run_plan(capsys, "--list")
-    assert output.count("(modelled; ") == 20
-    assert "r1-decode-910c (modelled; 96 decodes)" in output
-    assert "a3-layer-4894 (modelled; 4096 tokens in 4 prompts)" in output
-    for number in (4894, 5591, 941):
+def test_the_list_of_cases_has_one_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_plan(capsys, "--list").splitlines()
+    assert len(lines) == 1 + len(list_cases()) + 2
+    (row,) = (line for line in lines if line.startswith("r1-tp16-941 "))
+    assert re.split(" {2,}", row)[1:] == ["16384 tokens in 4 prompts", "DeepSeek-R1 W8A8", "16 x Ascend 910B"]
+
+
+def test_one_case_is_told_with_its_kind_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, number in (("a3-layer-4894", 4894), ("910c-share-5591", 5591), ("r1-tp16-941", 941)):
+        output = run_plan(capsys, "--list", name)
+        assert output.startswith(f"{name} (modelled; ")
         assert f"vllm-project/vllm-ascend#{number}" in output
 
 
@@ -239,7 +244,10 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
     ("words", "message"),
     [
         ("--tokens 8192", "--costs is missing"),
-        ("--costs a4-layer", "neither a file nor a published case"),
+        ("--costs a4-layer", "neither a file nor a published case; did you mean a3-layer-4894?"),
+        ("--costs r1-tp16-914", "neither a file nor a published case; did you mean r1-tp16-941?"),
+        ("--list r1-tp16-914", "there is no published case 'r1-tp16-914'; did you mean r1-tp16-941?"),
+        ("--costs FOLDER/cost.json", "cost.json cannot be read: there is none; did you mean COSTS?"),
         ("--costs COSTS --tokens 0", "--tokens has '0'; it takes whole numbers from 1"),
         ("--costs COSTS --tokens many", "--tokens has 'many'"),
         ("--costs COSTS --tokens 99999999", "--tokens has '99999999'"),
@@ -249,7 +257,7 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --decodes 5 --tokens 5", "--decodes says everything about the requests"),
         ("--costs COSTS --query-lens 5 --decodes 5", "leave out --decodes"),
         ("--costs COSTS --decodes 0", "--decodes has '0'"),
-        ("--costs COSTS --side left", "DBO_SIDE"),
+        ("--costs COSTS --side left", "--side='left'"),
         ("--costs COSTS --context -1", "--context has '-1'"),
         ("--costs COSTS --tp 12", "tp is 12; it must be a power of two"),
         ("--costs COSTS --tp 0", "--tp has '0'"),
@@ -258,9 +266,9 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --imbalance much", "--imbalance is 'much'; it takes a number such as 1.3"),
         ("--costs COSTS --imbalance 0.5", "imbalance is 0.5; the busiest rank has at least 1 times"),
         ("--costs COSTS --model gpt", "model is 'gpt'; known are deepseek-v3"),
-        ("--costs COSTS --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
-        ("--costs COSTS --margin lots", "DBO_MARGIN='lots' is not allowed"),
-        ("--costs COSTS --policy best", "DBO_POLICY='best' is not allowed"),
+        ("--costs COSTS --micro-batches 1", "--micro-batches='1' is not allowed"),
+        ("--costs COSTS --margin lots", "--margin='lots' is not allowed"),
+        ("--costs COSTS --policy best", "--policy='best' is not allowed"),
         ("--costs COSTS --sweep chips", "sweep is 'chips'"),
         ("--costs COSTS --sweep tokens,tokens", "each once"),
         ("--costs COSTS --sweep tp --trace t.json", "--trace and --figure show one step"),
@@ -270,10 +278,11 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_answered_is_one_line_on_standard_error(
     words: str, message: str, costs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.main(["plan", *words.replace("COSTS", costs).split()]) == 2
+    words = words.replace("COSTS", costs).replace("FOLDER", str(Path(costs).parent))
+    assert program.main(["plan", *words.split()]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("dbo_runtime plan: ")
-    assert message in errors
+    assert message.replace("COSTS", costs) in errors
     assert errors.count("\n") == 1
 
 
@@ -415,8 +424,8 @@ def test_a_schedule_of_another_program_is_not_valid(tmp_path: Path, capsys: pyte
         ("--costs a4-layer", "neither a file nor a published case"),
         ("--costs r1-tp16-941 --layers 3", "--layers is 3; the program of these costs can be shown with 4 to 61"),
         ("--costs r1-tp16-941 --layers 62", "--layers is 62"),
-        ("--costs r1-tp16-941 --policy best", "DBO_POLICY='best' is not allowed"),
-        ("--costs r1-tp16-941 --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
+        ("--costs r1-tp16-941 --policy best", "--policy='best' is not allowed"),
+        ("--costs r1-tp16-941 --micro-batches 1", "--micro-batches='1' is not allowed"),
         ("--costs r1-tp16-941 --micro-batches 99999", "it takes auto, or a whole number, at least 2, at most 64"),
         ("--costs r1-tp16-941 --check /nowhere/schedule.txt", "schedule /nowhere/schedule.txt cannot be read"),
     ],

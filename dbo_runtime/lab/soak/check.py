@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError, DeviceError
 from dbo_runtime.lab.soak.answer import Answer
 from dbo_runtime.lab.soak.comparison import ALARM, FAILURE, TOLERANCE, Difference, compare_answers
@@ -20,6 +19,7 @@ from dbo_runtime.lab.soak.judge import find_own_differences, is_own, starts_from
 from dbo_runtime.lab.soak.report import Bug, EquivalenceReport, Tally
 from dbo_runtime.lab.soak.request import Request, Round
 from dbo_runtime.observe.progress import show_progress
+from dbo_runtime.setting_sources import make_switch
 
 REQUESTS = 300
 ROUND_REQUESTS = 48  # requests in flight together, per rank
@@ -73,9 +73,9 @@ class Setup:
 
     def start(self, mode: str) -> EngineProcess:
         """Start an engine with DBO_MODE *mode*; if that is empty, without overlap."""
-        variables: dict[str, str | None] = {ENABLE: "0"}
+        variables: dict[str, str | None] = {**make_switch(False)}
         if mode:
-            variables = {**self.settings, ENABLE: "1", "DBO_MODE": mode}
+            variables = {**self.settings, **make_switch(True), "DBO_MODE": mode}
         options = {name: value for name, value in self.options.items() if name != "data_parallel_size"}
         return EngineProcess(self.model, self.ranks, self.loras, options, variables)
 

@@ -8,10 +8,11 @@ import json
 import os
 from typing import Any
 
-from dbo_runtime.config import ENABLE, PREFIX
+from dbo_runtime.config import PREFIX, SWITCHES
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.soak.check import REQUESTS, check_equivalence
 from dbo_runtime.lab.soak.comparison import TOLERANCE
+from dbo_runtime.setting_sources import make_switch
 from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
 from dbo_runtime.vllm_plugin.api.engine_log import divert_output
 
@@ -55,10 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
         options = _read_options(arguments)
-        settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+        names = [name for name in os.environ if name.startswith(PREFIX) and name not in SWITCHES]
         report = check_equivalence(
             arguments.model,
-            settings,
+            {name: os.environ[name] for name in names},
             arguments.requests,
             micro_batches,
             arguments.seed,
@@ -77,7 +78,7 @@ def _read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's arguments that differ from vLLM's defaults."""
     if not arguments.passed_on:
         return {}
-    os.environ[ENABLE] = "0"
+    os.environ.update(make_switch(False))
     default = parse_engine_arguments(arguments.program, arguments.model, ())
     given = parse_engine_arguments(arguments.program, arguments.model, arguments.passed_on)
     names = [field.name for field in dataclasses.fields(given)]

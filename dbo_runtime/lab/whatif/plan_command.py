@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dbo_runtime.batch import Batch
-from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.trace.figure import draw_figure
 from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.lab.whatif.fleet import CHIPS, predict_fleet
 from dbo_runtime.lab.whatif.fleet_report import describe_fleet, list_rows
 from dbo_runtime.lab.whatif.measurements import MEASUREMENTS, compare, describe_comparisons
-from dbo_runtime.lab.whatif.plan_report import describe_cases, describe_whatif, list_figures
-from dbo_runtime.lab.whatif.published_cases import find_network, list_cases, open_costs
+from dbo_runtime.lab.whatif.plan_report import describe_case, describe_whatif, list_figures, tabulate_cases
+from dbo_runtime.lab.whatif.published_cases import find_network, get_case, list_cases, open_costs
 from dbo_runtime.lab.whatif.scale import (
     MODELS,
     Network,
@@ -35,6 +35,7 @@ from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, list_tried
 from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.setting_sources import read_options
 from dbo_runtime.setting_values import read_count
 
 DEFAULT_TOKENS = 8192
@@ -47,7 +48,9 @@ MAX_BREAK_EVEN_DECODES = 1_024  # same for steps of decodes, which have one toke
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
-    parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
+    parser.add_argument(
+        "--list", nargs="?", const="", metavar="NAME", help="list the published cases, or say where one comes from"
+    )
     parser.add_argument(
         "--measurements", action="store_true", help="compare predictions with published measurements, and stop"
     )
@@ -102,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument is not allowed. The message names it.
     """
-    if arguments.list:
-        return _print(describe_cases(list_cases()))
+    if arguments.list is not None:
+        return _print(describe_case(get_case(arguments.list)) if arguments.list else tabulate_cases(list_cases()))
     if arguments.measurements:
         compared = [compare(each) for each in show_progress(MEASUREMENTS, "predicting", "measurement")]
         return _print(describe_comparisons(compared))
@@ -202,12 +205,12 @@ def _parse_factor(name: str, text: str) -> float:
 
 
 def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
-    return read_environment(
+    return read_options(
         {
-            "DBO_MICRO_BATCHES": arguments.micro_batches,
-            "DBO_MARGIN": arguments.margin,
-            "DBO_POLICY": arguments.policy,
-            "DBO_SIDE": arguments.side,
+            "--micro-batches": arguments.micro_batches,
+            "--margin": arguments.margin,
+            "--policy": arguments.policy,
+            "--side": arguments.side,
         }
     )
 

@@ -13,6 +13,7 @@ from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError, DeviceError
 from dbo_runtime.observe.progress import find_terminal
 from dbo_runtime.planner.costs.cost_file import load_costs, name_stage_file
+from dbo_runtime.setting_sources import make_switch
 from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
 from dbo_runtime.vllm_plugin.api.engine_log import keep_log
 from dbo_runtime.vllm_plugin.api.interrupt import end_children_on_interrupt
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace, output: Path, terminal: str) -> list[dict[str, Any]]:
     """Return the first rank's report for each pipeline stage, as fields; without stages that are not split."""
-    os.environ[ENABLE] = "1"
+    os.environ.update(make_switch(True))
     from vllm import LLM
 
     engine = parse_engine_arguments(arguments.program, arguments.model, arguments.passed_on)
