@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 from typing import Any
+from unittest.mock import patch
 
 from dbo_runtime.config import PREFIX, SWITCHES
 from dbo_runtime.errors import ConfigError
@@ -78,9 +79,9 @@ def _read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's arguments that differ from vLLM's defaults."""
     if not arguments.passed_on:
         return {}
-    os.environ.update(make_switch(False))
-    default = parse_engine_arguments(arguments.program, arguments.model, ())
-    given = parse_engine_arguments(arguments.program, arguments.model, arguments.passed_on)
+    with patch.dict(os.environ, make_switch(False)):
+        default = parse_engine_arguments(arguments.program, arguments.model, ())
+        given = parse_engine_arguments(arguments.program, arguments.model, arguments.passed_on)
     names = [field.name for field in dataclasses.fields(given)]
     return {name: value for name in names if (value := getattr(given, name)) != getattr(default, name)}
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dbo_runtime.__main__ import main
-from dbo_runtime.config import ENABLE
+from dbo_runtime.config import ENABLE, SWITCHES
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.lab.whatif.scale import set_layers
 from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
@@ -127,7 +127,8 @@ class Host:
 
 def calibrate(monkeypatch: pytest.MonkeyPatch, host: Host, *words: str) -> int:
     monkeypatch.setattr("vllm.LLM", host.start)
-    monkeypatch.setenv(ENABLE, "0")
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
     status = main(["calibrate", str(TINY), "--output", "costs.json", *words])
     assert os.environ[ENABLE] == "1"
     assert host.closed
@@ -207,7 +208,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_vllm_starts(
     output: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("vllm.LLM", None)  # calling it is an error
-    monkeypatch.setenv(ENABLE, "0")
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
     assert main(["calibrate", str(TINY), "--output", str(tmp_path / output)]) == 2
     assert f"cost file {tmp_path / output} cannot be written." in capsys.readouterr().err
 
@@ -226,7 +228,8 @@ def test_a_calibration_that_fails_ends_what_was_started_and_says_so_in_one_line(
 def test_an_option_that_vllm_does_not_know_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(ENABLE, "0")
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
     assert main(["calibrate", str(TINY), "--output", "costs.json", "--tensor-paralel", "2"]) == 2
     assert capfd.readouterr().err.splitlines()[1:] == [
         "dbo_runtime calibrate: unrecognized arguments: --tensor-paralel 2"
