@@ -25,6 +25,7 @@ from dbo_runtime.lab.whatif.measurements import MEASUREMENTS
 from dbo_runtime.lab.whatif.published_cases import get_case, list_cases
 from dbo_runtime.lab.whatif.scale import set_layers
 from dbo_runtime.lab.whatif.whatif import BreakEven
+from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
 
 ROOT = Path(dbo_runtime.__file__).parents[1]
@@ -179,6 +180,21 @@ def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: py
     header = figure.read_bytes()[:24]
     assert header.startswith(b"\x89PNG")
     assert min(struct.unpack(">II", header[16:])) > 100
+
+
+@pytest.mark.usefixtures("_no_break_even")
+def test_a_figure_of_many_layers_shows_a_few_of_the_middle_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[tuple[dict[str, Timeline], str]] = []
+    monkeypatch.setattr(plan_command, "draw_figure", lambda panels, path, title: drawn.append((panels, title)))
+    words = ("--costs", "910c-share-5591", "--micro-batches", "2", "--figure", str(tmp_path / "figure.png"))
+    run_plan(capsys, *words)
+    ((panels, title),) = drawn
+    assert title == "910c-share-5591, 8192 tokens (predicted): layers 29 to 31 of 61"
+    assert list(panels) == ["unsplit", "split in 2"]
+    for timeline in panels.values():
+        assert {span.op.partition(".")[0] for span in timeline.spans} == {"L29", "L30", "L31"}
 
 
 def test_the_list_of_cases_has_one_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,12 @@ from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.lab.whatif.fleet import CHIPS, predict_fleet
 from dbo_runtime.lab.whatif.fleet_report import describe_fleet, list_rows
 from dbo_runtime.lab.whatif.measurements import MEASUREMENTS, compare, describe_comparisons
-from dbo_runtime.lab.whatif.plan_report import describe_case, describe_whatif, list_figures, tabulate_cases
+from dbo_runtime.lab.whatif.plan_report import describe_case, describe_whatif, list_figures, pick_layers, tabulate_cases
 from dbo_runtime.lab.whatif.published_cases import find_network, get_case, list_cases, open_costs
 from dbo_runtime.lab.whatif.scale import (
     MODELS,
     Network,
+    count_layers,
     parse_bandwidth,
     parse_network,
     scale_bandwidth,
@@ -160,20 +161,23 @@ def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch,
     break_even = compute_break_even(Estimator(table, _list_tried(batch, furthest)), batch, config, furthest)
     what = arguments.costs, table, answer, break_even, config.margin
     _print(json.dumps(list_figures(*what), indent=2) if arguments.json else describe_whatif(*what))
-    _write_pictures(arguments, answer)
+    _write_pictures(arguments, table, answer)
     return 0
 
 
-def _write_pictures(arguments: argparse.Namespace, answer: WhatIf) -> None:
+def _write_pictures(arguments: argparse.Namespace, table: CostTable, answer: WhatIf) -> None:
     title = f"{arguments.costs}, {answer.batch.tokens} tokens (predicted)"
     shown = answer.best.timeline if answer.best else answer.timeline
     if arguments.trace:
         save_trace({title: shown}, arguments.trace)
     if arguments.figure:
+        layers = count_layers(table)
         panels = {"unsplit": answer.timeline}
         if answer.best:
             panels[f"split in {len(answer.best.sizes)}"] = shown
-        draw_figure(panels, arguments.figure, title)
+        drawn = {name: pick_layers(timeline, layers) for name, timeline in panels.items()}
+        (_, which) = drawn["unsplit"]
+        draw_figure({name: few for name, (few, _) in drawn.items()}, arguments.figure, f"{title}: {which}")
 
 
 def _print(text: str) -> int:

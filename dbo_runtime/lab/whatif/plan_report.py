@@ -190,6 +190,18 @@ def _draw_start(split: Split, layers: int) -> str:
     return f"{shown}, {until * 1e3:.2f} ms; digits are micro-batches, dots idle\n{timeline.draw()}"
 
 
+def pick_layers(timeline: Timeline, layers: int) -> tuple[Timeline, str]:
+    """Return a few layers out of the middle of a step, where all are alike, with the phrase that says which.
+
+    A figure of all layers would be a bar code. A step of few layers is returned whole.
+    """
+    first = (layers - LAYERS_DRAWN) // 2
+    spans = tuple(span for span in timeline.spans if _parse_layer(span.op) in range(first, first + LAYERS_DRAWN))
+    if layers <= LAYERS_DRAWN or not spans:
+        return timeline, f"all {layers} layers"
+    return Timeline(spans), f"layers {first} to {first + LAYERS_DRAWN - 1} of {layers}"
+
+
 def _parse_layer(label: str) -> int | None:
     """Return an op's layer from its label, such as `L12.attention`; None outside layers."""
     layer = label.partition(".")[0]
