@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.outside_files import make_printable
 
 FAILED = 2  # exit status, the same as argparse's
+INTERRUPTED, BROKEN_PIPE = 130, 141  # exit statuses, as shells give them to programs that SIGINT or SIGPIPE ends
 SCRIPT = "dbo"  # name of the script that pip installs
 
 
@@ -89,6 +91,20 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command that *words* name; return its exit status. None means the words of the command line."""
     words = sys.argv[1:] if words is None else words
+    try:
+        try:
+            return _answer(words)
+        finally:
+            sys.stdout.flush()  # raises here, and not at the interpreter's end, if nobody reads any more
+    except BrokenPipeError:
+        _discard_output()
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        sys.stderr.write(f"dbo_runtime {' '.join(words[:1])}: interrupted.\n")
+        return INTERRUPTED
+
+
+def _answer(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
         parser, _ = _make_parsers()
         parser.parse_args(words)  # prints help or the version, or an error, and exits
@@ -98,6 +114,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except DboError as error:
         sys.stderr.write(f"dbo_runtime {words[0]}: {make_printable(str(error))}\n")
         return FAILED
+
+
+def _discard_output() -> None:
+    """Discard what standard output still holds: Python writes that at its end, and would report the closed pipe."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
 
 
 def _make_parsers() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:

@@ -27,8 +27,9 @@ from dbo_runtime.setting_values import (
     allow_names,
 )
 
-ENABLE = "VLLM_ASCEND_ENABLE_DBO"
 PREFIX = "DBO_"
+ENABLE, ENABLE_ALIAS = "VLLM_ASCEND_ENABLE_DBO", "DBO_ENABLE"
+SWITCHES = ENABLE, ENABLE_ALIAS  # two names of one setting: the first is that of vllm-ascend, the second names no chip
 MAX_SHOWN = 200  # characters of a variable or value shown in messages
 
 T = TypeVar("T")
@@ -237,24 +238,16 @@ def _format_default(default: object) -> str:
     return str(int(default)) if isinstance(default, bool) else str(default) or "none"
 
 
-def is_enabled(environ: Mapping[str, str]) -> bool:
-    """Return whether overlap is turned on. Reads no other setting.
-
-    Raises:
-        ConfigError: the variable is neither 0 nor 1.
-    """
-    return read_environment({ENABLE: environ[ENABLE]}).enabled if ENABLE in environ else False
-
-
 def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
     """Read the settings strictly.
 
     An unknown `DBO_` variable is an error: a misspelt one would silently have no effect, as in vllm-ascend v0.11.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed. The message names the variable, its value and what is allowed.
+        ConfigError: a setting is unknown or not allowed, or the two names of the switch contradict each other. The
+            message names the variable, its value and what is allowed.
     """
-    known = {setting.metadata["variable"]: setting for setting in fields(RuntimeConfig)}
+    known = list_variables()
     for variable, value in environ.items():
         if not (isinstance(variable, str) and isinstance(value, str)):
             raise ConfigError(f"{variable!r} is set to {reprlib.repr(value)}; names and values of settings are text.")
@@ -263,36 +256,32 @@ def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
             close = difflib.get_close_matches(variable, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
             raise ConfigError(f"{variable[:MAX_SHOWN]} is not a setting of dbo_runtime; {hint} Correct or unset it.")
-    values: dict[str, Any] = {
-        setting.name: _parse(setting, environ) for name, setting in known.items() if name in environ
-    }
+    values: dict[str, Any] = {}
+    for variable in known:
+        if variable in environ:
+            parsed = parse_value(known[variable], variable, environ[variable])
+            if values.setdefault(known[variable].name, parsed) != parsed:
+                raise ConfigError(
+                    f"{ENABLE}={environ[ENABLE]} and {ENABLE_ALIAS}={environ[ENABLE_ALIAS]} contradict each other: "
+                    "they are two names of one setting. Unset one of them."
+                )
     return RuntimeConfig(**values)
 
 
-def reread_environment(environ: Mapping[str, str], changes: Mapping[str, str]) -> RuntimeConfig:
-    """Read the settings of a running server again, with *changes* on top.
-
-    Raises:
-        ConfigError: a change is unknown, not allowed, or concerns a setting that is read at start only.
-    """
-    config = read_environment({**environ, **changes})
-    fixed = [setting.variable for setting in list_settings() if setting.read == "at start"]
-    refused = [variable for variable in fixed if variable in changes]
-    if refused:
-        raise ConfigError(
-            f"{', '.join(refused)}: read at start only, so a running server cannot change it. Set it in the server's "
-            "environment and start again."
-        )
-    return config
+def list_variables() -> dict[str, Field[Any]]:
+    """Return the setting of each variable, both names of the switch included."""
+    known: dict[str, Field[Any]] = {setting.metadata["variable"]: setting for setting in fields(RuntimeConfig)}
+    return {ENABLE: known[ENABLE], ENABLE_ALIAS: known[ENABLE], **known}
 
 
-def _parse(setting: Field[object], environ: Mapping[str, str]) -> object:
-    variable, values = setting.metadata["variable"], setting.metadata["values"]
+def parse_value(setting: Field[Any], name: str, text: str) -> object:
+    """Return the value that *text* is for a setting. *name* is what the user called it."""
+    values = setting.metadata["values"]
     try:
-        return values.parse(environ[variable].strip())
+        return values.parse(text.strip())
     except ValueError:
         raise ConfigError(
-            f"{variable}={_shorten(environ[variable])} is not allowed; it takes {values.allowed}. Correct or unset it."
+            f"{name}={_shorten(text)} is not allowed; it takes {values.allowed}. Correct or unset it."
         ) from None
 
 

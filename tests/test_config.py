@@ -4,8 +4,9 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from dbo_runtime.config import RuntimeConfig, Setting, list_settings, read_environment, reread_environment
+from dbo_runtime.config import RuntimeConfig, Setting, list_settings, read_environment
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.setting_sources import is_enabled, make_switch, read_options, reread_environment
 from dbo_runtime.setting_values import Check
 
 GOOD = [
@@ -164,6 +165,35 @@ def test_a_refusal_names_all_settings_that_cannot_change() -> None:
 def test_a_running_server_refuses_what_it_would_not_start_with() -> None:
     with pytest.raises(ConfigError, match="DBO_MODE='on' is not allowed"):
         reread_environment({}, {"DBO_MODE": "on"})
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_switch_has_a_second_name_that_names_no_chip(value: str) -> None:
+    alone = {"DBO_ENABLE": value}
+    assert is_enabled(alone) == (value == "1")
+    assert read_environment(alone) == read_environment({"VLLM_ASCEND_ENABLE_DBO": value})
+    assert read_environment({**alone, "VLLM_ASCEND_ENABLE_DBO": value}) == read_environment(alone)
+    assert read_environment(make_switch(value == "1")) == read_environment(alone)
+
+
+def test_two_names_of_the_switch_that_contradict_each_other_are_refused() -> None:
+    both = {"VLLM_ASCEND_ENABLE_DBO": "1", "DBO_ENABLE": "0"}
+    for read in (is_enabled, read_environment):
+        with pytest.raises(ConfigError, match=r"^VLLM_ASCEND_ENABLE_DBO=1 and DBO_ENABLE=0 contradict each other"):
+            read(both)
+
+
+def test_a_bad_value_of_the_second_name_is_refused_under_that_name() -> None:
+    with pytest.raises(ConfigError, match=r"^DBO_ENABLE='yes' is not allowed; it takes 0 or 1"):
+        is_enabled({"DBO_ENABLE": "yes"})
+    with pytest.raises(ConfigError, match=r"^DBO_ENABLE: read at start only"):
+        reread_environment({}, {"DBO_ENABLE": "1"})
+
+
+def test_settings_that_are_options_of_a_command_are_refused_by_the_name_of_the_option() -> None:
+    assert read_options({"--micro-batches": "3", "--side": "off"}) == RuntimeConfig(micro_batches=3, side="off")
+    with pytest.raises(ConfigError, match=r"^--policy='best' is not allowed; it takes optimal, sequential"):
+        read_options({"--policy": "best"})
 
 
 def test_where_nothing_is_predicted_auto_makes_two_parts() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +22,10 @@ import dbo_runtime
 from dbo_runtime import __main__ as program
 from dbo_runtime.lab.whatif import plan_command
 from dbo_runtime.lab.whatif.measurements import MEASUREMENTS
-from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.lab.whatif.published_cases import get_case, list_cases
 from dbo_runtime.lab.whatif.scale import set_layers
 from dbo_runtime.lab.whatif.whatif import BreakEven
+from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
 
 ROOT = Path(dbo_runtime.__file__).parents[1]
@@ -178,12 +182,32 @@ def test_a_trace_and_a_figure_are_written(costs: str, tmp_path: Path, capsys: py
     assert min(struct.unpack(">II", header[16:])) > 100
 
 
-def test_the_list_of_cases_has_kinds_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
-    output = run_plan(capsys, "--list")
-    assert output.count("(modelled; ") == 20
-    assert "r1-decode-910c (modelled; 96 decodes)" in output
-    assert "a3-layer-4894 (modelled; 4096 tokens in 4 prompts)" in output
-    for number in (4894, 5591, 941):
+@pytest.mark.usefixtures("_no_break_even")
+def test_a_figure_of_many_layers_shows_a_few_of_the_middle_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[tuple[dict[str, Timeline], str]] = []
+    monkeypatch.setattr(plan_command, "draw_figure", lambda panels, path, title: drawn.append((panels, title)))
+    words = ("--costs", "910c-share-5591", "--micro-batches", "2", "--figure", str(tmp_path / "figure.png"))
+    run_plan(capsys, *words)
+    ((panels, title),) = drawn
+    assert title == "910c-share-5591, 8192 tokens (predicted): layers 29 to 31 of 61"
+    assert list(panels) == ["unsplit", "split in 2"]
+    for timeline in panels.values():
+        assert {span.op.partition(".")[0] for span in timeline.spans} == {"L29", "L30", "L31"}
+
+
+def test_the_list_of_cases_has_one_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_plan(capsys, "--list").splitlines()
+    assert len(lines) == 1 + len(list_cases()) + 2
+    (row,) = (line for line in lines if line.startswith("r1-tp16-941 "))
+    assert re.split(" {2,}", row)[1:] == ["16384 tokens in 4 prompts", "DeepSeek-R1 W8A8", "16 x Ascend 910B"]
+
+
+def test_one_case_is_told_with_its_kind_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, number in (("a3-layer-4894", 4894), ("910c-share-5591", 5591), ("r1-tp16-941", 941)):
+        output = run_plan(capsys, "--list", name)
+        assert output.startswith(f"{name} (modelled; ")
         assert f"vllm-project/vllm-ascend#{number}" in output
 
 
@@ -236,7 +260,10 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
     ("words", "message"),
     [
         ("--tokens 8192", "--costs is missing"),
-        ("--costs a4-layer", "neither a file nor a published case"),
+        ("--costs a4-layer", "neither a file nor a published case; did you mean a3-layer-4894?"),
+        ("--costs r1-tp16-914", "neither a file nor a published case; did you mean r1-tp16-941?"),
+        ("--list r1-tp16-914", "there is no published case 'r1-tp16-914'; did you mean r1-tp16-941?"),
+        ("--costs FOLDER/cost.json", "cost.json cannot be read: there is none; did you mean COSTS?"),
         ("--costs COSTS --tokens 0", "--tokens has '0'; it takes whole numbers from 1"),
         ("--costs COSTS --tokens many", "--tokens has 'many'"),
         ("--costs COSTS --tokens 99999999", "--tokens has '99999999'"),
@@ -246,7 +273,7 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --decodes 5 --tokens 5", "--decodes says everything about the requests"),
         ("--costs COSTS --query-lens 5 --decodes 5", "leave out --decodes"),
         ("--costs COSTS --decodes 0", "--decodes has '0'"),
-        ("--costs COSTS --side left", "DBO_SIDE"),
+        ("--costs COSTS --side left", "--side='left'"),
         ("--costs COSTS --context -1", "--context has '-1'"),
         ("--costs COSTS --tp 12", "tp is 12; it must be a power of two"),
         ("--costs COSTS --tp 0", "--tp has '0'"),
@@ -255,9 +282,9 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
         ("--costs COSTS --imbalance much", "--imbalance is 'much'; it takes a number such as 1.3"),
         ("--costs COSTS --imbalance 0.5", "imbalance is 0.5; the busiest rank has at least 1 times"),
         ("--costs COSTS --model gpt", "model is 'gpt'; known are deepseek-v3"),
-        ("--costs COSTS --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
-        ("--costs COSTS --margin lots", "DBO_MARGIN='lots' is not allowed"),
-        ("--costs COSTS --policy best", "DBO_POLICY='best' is not allowed"),
+        ("--costs COSTS --micro-batches 1", "--micro-batches='1' is not allowed"),
+        ("--costs COSTS --margin lots", "--margin='lots' is not allowed"),
+        ("--costs COSTS --policy best", "--policy='best' is not allowed"),
         ("--costs COSTS --sweep chips", "sweep is 'chips'"),
         ("--costs COSTS --sweep tokens,tokens", "each once"),
         ("--costs COSTS --sweep tp --trace t.json", "--trace and --figure show one step"),
@@ -267,10 +294,11 @@ def test_a_sweep_comes_as_json_too(costs: str, capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_answered_is_one_line_on_standard_error(
     words: str, message: str, costs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.main(["plan", *words.replace("COSTS", costs).split()]) == 2
+    words = words.replace("COSTS", costs).replace("FOLDER", str(Path(costs).parent))
+    assert program.main(["plan", *words.split()]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("dbo_runtime plan: ")
-    assert message in errors
+    assert message.replace("COSTS", costs) in errors
     assert errors.count("\n") == 1
 
 
@@ -412,8 +440,8 @@ def test_a_schedule_of_another_program_is_not_valid(tmp_path: Path, capsys: pyte
         ("--costs a4-layer", "neither a file nor a published case"),
         ("--costs r1-tp16-941 --layers 3", "--layers is 3; the program of these costs can be shown with 4 to 61"),
         ("--costs r1-tp16-941 --layers 62", "--layers is 62"),
-        ("--costs r1-tp16-941 --policy best", "DBO_POLICY='best' is not allowed"),
-        ("--costs r1-tp16-941 --micro-batches 1", "DBO_MICRO_BATCHES='1' is not allowed"),
+        ("--costs r1-tp16-941 --policy best", "--policy='best' is not allowed"),
+        ("--costs r1-tp16-941 --micro-batches 1", "--micro-batches='1' is not allowed"),
         ("--costs r1-tp16-941 --micro-batches 99999", "it takes auto, or a whole number, at least 2, at most 64"),
         ("--costs r1-tp16-941 --check /nowhere/schedule.txt", "schedule /nowhere/schedule.txt cannot be read"),
     ],
@@ -467,3 +495,75 @@ def test_the_module_is_a_program(tmp_path: Path) -> None:
     done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("dbo_runtime plan: costs 'nothing' are neither a file nor a published case")
+
+
+def start_program(code: str, *folders: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start Python with *code*, with *folders* on its path, in a process group of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT), *sys.path])}
+    words = [sys.executable, "-c", code]
+    return subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+
+
+def wait_for(path: Path, seconds: float = 60.0) -> str:
+    """Return the content of a file once there is some."""
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} is still missing"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["plan", "--list"], program.BROKEN_PIPE), (["--help"], 0)],  # argparse itself overlooks that nobody reads
+)
+def test_a_reader_that_leaves_early_gets_no_traceback(words: list[str], status: int) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `| head` does, only before the first line
+    done = start_program(f"import sys; from dbo_runtime.__main__ import main; sys.exit(main({words}))", stdout=write)
+    os.close(write)
+    assert done.communicate(timeout=60)[1] == ""
+    assert done.returncode == status
+
+
+def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
+    """Stands for any command: one that says that it runs, and sleeps."""
+    started = tmp_path / "started"
+    code = f"""
+import sys, time, types
+from pathlib import Path
+from dbo_runtime import __main__ as program
+module = types.ModuleType("a_command")
+module.add_arguments = lambda parser: None
+module.run = lambda arguments: Path({str(started)!r}).write_text("yes") and time.sleep(60)
+sys.modules["a_command"] = module
+program.COMMANDS = {{"sleep": program.Command("a_command", "sleep")}}
+sys.exit(program.main(["sleep"]))
+"""
+    process = start_program(code)
+    wait_for(started)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[1] == "dbo_runtime sleep: interrupted.\n"
+    assert process.returncode == program.INTERRUPTED
+
+
+@pytest.mark.skipif(find_spec("vllm") is None or find_spec("hypothesis") is None, reason="soak needs both")
+def test_an_interrupt_ends_the_engines_of_a_soak_at_once(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    (tmp_path / "sleeper.py").write_text(
+        f"import os, time, pathlib; pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    )
+    code = """
+import sys
+from dbo_runtime.__main__ import main
+from dbo_runtime.lab.soak import engine_process
+engine_process.MODULE = "sleeper"
+sys.exit(main(["soak", "model"]))
+"""
+    process = start_program(code, tmp_path)
+    engine = int(wait_for(started))
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == "dbo_runtime soak: interrupted.\n"
+    assert process.returncode == program.INTERRUPTED
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)

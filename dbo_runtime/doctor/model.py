@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from dbo_runtime.adapters.contract import ModelAdapter, name_adapter
-from dbo_runtime.adapters.registry import GROUP, get_backbone_adapter, name_backbones
+from dbo_runtime.adapters.registry import get_backbone_adapter, name_backbones
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.packages import get_version, read_source
 from dbo_runtime.doctor.probe_process import run_probe
@@ -44,11 +43,10 @@ def _check_adapters(architectures: list[str], generic: bool, environ: Mapping[st
     except ProgramError as error:
         return Finding("model", "fail", str(error), "repair or uninstall that adapter")
     names = ", ".join(architectures)
-    known = ", ".join(sorted({entry.name for entry in entry_points(group=GROUP)})) or "none"
     if adapters == [None] * len(adapters):
         if generic:
             return _check_generic(names)
-        remedy = f"serve a model that has one ({known}), or write one: docs/write-an-adapter.md; or set DBO_GENERIC=1"
+        remedy = f"`dbo adapter new {architectures[0]}` drafts one: docs/write-an-adapter.md; or set DBO_GENERIC=1"
         return Finding("model", "fail", f"no adapter is registered for {names}", remedy)
     found = ", ".join(name_adapter(adapter) for adapter in adapters if adapter)
     if len(architectures) > 1:

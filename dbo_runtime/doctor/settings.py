@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dbo_runtime.config import ENABLE, PREFIX, RuntimeConfig, Setting, list_settings, read_environment
+from dbo_runtime.config import (
+    ENABLE,
+    ENABLE_ALIAS,
+    PREFIX,
+    SWITCHES,
+    RuntimeConfig,
+    Setting,
+    list_settings,
+    read_environment,
+)
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_file import list_stage_files, load_costs
@@ -16,15 +25,20 @@ CALIBRATE = "`dbo calibrate MODEL --output FILE` writes one"
 
 def split_settings(environ: Mapping[str, str]) -> tuple[RuntimeConfig, list[str]]:
     """Return the settings without values that are not allowed, and an error for each of those."""
-    good, problems = {}, []
+    good: dict[str, str] = {}
+    problems: list[str] = []
     for variable in sorted(environ):
         if variable == ENABLE or variable.startswith(PREFIX):
             try:
-                read_environment({variable: environ[variable]})
+                read_environment({**_pick(good, SWITCHES), variable: environ[variable]})
                 good[variable] = environ[variable]
             except ConfigError as error:
                 problems.append(str(error))
     return read_environment(good), problems
+
+
+def _pick(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: environ[name] for name in names if name in environ}
 
 
 def check_settings(environ: Mapping[str, str], problems: list[str]) -> list[Finding]:
@@ -32,13 +46,15 @@ def check_settings(environ: Mapping[str, str], problems: list[str]) -> list[Find
     remedy = "correct or unset it: vLLM does not start with it"
     found = [Finding("settings", "fail", problem.removesuffix(" Correct or unset it."), remedy) for problem in problems]
     rows = tuple((setting.variable, _describe_value(setting, environ)) for setting in list_settings())
-    own = sum(variable in environ for variable, _ in rows)
+    own = sum(value.endswith("environment)") for _, value in rows)
     return [*found, Finding("settings", "info", f"{own} from the environment, {len(rows) - own} defaults", "", rows)]
 
 
 def _describe_value(setting: Setting, environ: Mapping[str, str]) -> str:
     if setting.variable in environ:
         return f"{environ[setting.variable]} (environment)"
+    if setting.variable == ENABLE and ENABLE_ALIAS in environ:
+        return f"{environ[ENABLE_ALIAS]} ({ENABLE_ALIAS} in the environment)"
     return f"{setting.default} (default)"
 
 

@@ -14,9 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.batch import Batch, slice_batch
-from dbo_runtime.config import reread_environment
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
+from dbo_runtime.setting_sources import reread_environment
+from dbo_runtime.vllm_plugin.calibration.cost_source import BUDGET_SECONDS
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class WorkerExtension:
         last_step = None if forward is None else forward.observer.last_step
         return None if last_step is None else last_step._asdict()
 
-    def dbo_calibrate(self, path: str = "", budget: float | None = None) -> dict[str, Any] | None:
+    def dbo_calibrate(self, path: str = "", budget: float | None = None, terminal: str = "") -> dict[str, Any] | None:
         """Measure the costs of ops, plan by them from now on, and write them to *path* if given.
 
         Call it only while no request runs. Returns the errors of the fit, as fields (`calibration.report.Report`), or
@@ -106,11 +107,12 @@ class WorkerExtension:
         Args:
             path: path of a cost file, on the first rank's host.
             budget: approximate seconds to take; by default as many as at a server's start.
+            terminal: path of the terminal to show progress on, if that is not this process's own.
         """
         served = self._dbo_served()
         if served is None or served.costs is None:
             return None
-        return asdict(served.costs.calibrate(path, **({} if budget is None else {"budget": budget})))
+        return asdict(served.costs.calibrate(path, BUDGET_SECONDS if budget is None else budget, terminal))
 
     def dbo_predict(self, query_lens: list[int]) -> dict[str, float] | None:
         """Return the predicted seconds of a step of prefills of these lengths, unsplit and split.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 
-from dbo_runtime.config import ENABLE, is_enabled, read_environment
+from dbo_runtime.config import SWITCHES, read_environment
+from dbo_runtime.setting_sources import is_enabled
 
 
 def register() -> None:
-    """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1`; otherwise do nothing, and import nothing heavy.
+    """Install the hooks if `VLLM_ASCEND_ENABLE_DBO=1` or `DBO_ENABLE=1`; otherwise import nothing heavy.
 
     Imports are late for that reason, and ordered: a module of the plugin may rely on names of a known vLLM version
     only.
@@ -17,7 +18,7 @@ def register() -> None:
         ConfigError: a setting is not allowed, or the folder for traces cannot be written to. It ends vLLM's start, so
             that the user sees it.
     """
-    if ENABLE not in os.environ:
+    if not any(name in os.environ for name in SWITCHES):
         return
     from dbo_runtime.vllm_plugin.api.environment import announce_variable, pass_settings_on
 

@@ -40,6 +40,17 @@ def test_settings_come_with_their_source_and_every_wrong_one_is_a_failure(servin
     assert "DBO_MICRO_BATCHES auto (default)" in said
 
 
+def test_the_second_name_of_the_switch_is_shown_and_checked_against_the_first() -> None:
+    config, problems = split_settings({"DBO_ENABLE": "1"})
+    assert (config.enabled, problems) == (True, [])
+    rows = dict(check_settings({"DBO_ENABLE": "1"}, problems)[-1].details)
+    assert rows["VLLM_ASCEND_ENABLE_DBO"] == "1 (DBO_ENABLE in the environment)"
+    _, problems = split_settings({"DBO_ENABLE": "1", "VLLM_ASCEND_ENABLE_DBO": "0"})
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "VLLM_ASCEND_ENABLE_DBO=0 and DBO_ENABLE=1 contradict each other"
+    ]
+
+
 def test_what_has_nothing_to_do_with_settings_is_left_alone() -> None:
     config, problems = split_settings({"VLLM_USE_V1": "7", "DBO_MARGIN": "0.5"})
     assert (config.margin, problems) == (0.5, [])

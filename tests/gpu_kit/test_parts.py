@@ -130,7 +130,7 @@ def test_the_plugin_does_nothing_unless_a_variable_says_so(monkeypatch: pytest.M
     called: list[str] = []
     monkeypatch.setattr(plugin, "call_proven", lambda: called.append("proven"))
     monkeypatch.setattr(plugin, "put_link", lambda link: called.append(f"link {link.share}"))
-    for name in ("VLLM_ASCEND_ENABLE_DBO", plugin.PROVEN, plugin.LINK):
+    for name in ("VLLM_ASCEND_ENABLE_DBO", "DBO_ENABLE", plugin.PROVEN, plugin.LINK):
         monkeypatch.delenv(name, raising=False)
     plugin.register()
     monkeypatch.setenv(plugin.PROVEN, "1")

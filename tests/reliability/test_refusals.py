@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dbo_runtime.__main__ import FAILED, main
 from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.adapters.registry import check_adapter
-from dbo_runtime.config import read_environment, reread_environment
+from dbo_runtime.config import read_environment
 from dbo_runtime.errors import ConfigError, ProgramError, ScheduleError
 from dbo_runtime.ir.render import parse, render
 from dbo_runtime.lab.trace.trace_file import read_trace
@@ -23,6 +23,7 @@ from dbo_runtime.observe.counts import FOLDER, SHARED, get_folder, statistics
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.observe.trace import make_trace, prepare_folder
 from dbo_runtime.planner.costs.program_spec import LayerRun, OpSpec, ProgramSpec
+from dbo_runtime.setting_sources import reread_environment
 from tests.support.observe.recorded_runs import TOY
 from tests.support.programs import lower_toy
 

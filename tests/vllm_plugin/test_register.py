@@ -88,10 +88,12 @@ print([name for name in sys.modules if name in ("structlog", "dbo_runtime.vllm_p
 UNTOUCHED = {
     "unset": {},
     "0": {ENABLE: "0"},
+    "0 by the second name": {"DBO_ENABLE": "0"},
     "another plugin is asked for": {ENABLE: "1", "VLLM_PLUGINS": "other"},
 }
 
 BAD = {
+    "DBO_ENABLE=0": (f"{ENABLE}=1 and DBO_ENABLE=0 contradict each other",),
     f"{ENABLE}=yes": (f"{ENABLE}='yes' is not allowed", "it takes 0 or 1"),
     "DBO_MODE=sometimes": ("DBO_MODE='sometimes' is not allowed", "it takes auto, always or off"),
     "DBO_MICRO_BATCHES=1": ("DBO_MICRO_BATCHES='1' is not allowed", "it takes auto, or a whole number, at least 2"),
@@ -117,6 +119,11 @@ def test_a_bad_setting_stops_vllms_start_and_says_what_is_allowed(case: str, out
     assert outcomes[case]["untouched"]
     for part in BAD[case]:
         assert part in outcomes[case]["message"]
+
+
+def test_turned_on_by_the_second_name_the_hooks_are_installed() -> None:
+    outcome = load_in_each({"second name": {"DBO_ENABLE": "1"}})["second name"]
+    assert (outcome["error"], outcome["untouched"]) == (None, False)
 
 
 def test_turned_on_the_hooks_are_installed_once_and_vllm_knows_the_variable() -> None:

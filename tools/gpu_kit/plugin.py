@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dbo_runtime.setting_sources import is_enabled
+
 PROVEN, LINK = "GPU_KIT_PROVEN", "GPU_KIT_LINK"
 
 
 def register() -> None:
     """Do what the variables say; vLLM calls it in each of its processes, also more than once."""
-    if os.environ.get("VLLM_ASCEND_ENABLE_DBO") != "1":
+    if not is_enabled(os.environ):
         return
     if os.environ.get(PROVEN) == "1":
         call_proven()

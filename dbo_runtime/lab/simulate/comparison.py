@@ -14,6 +14,7 @@ from dbo_runtime.lab.simulate.service_level import Capacity, ServiceLevel, Verdi
 from dbo_runtime.lab.simulate.step_times import StepPricer
 from dbo_runtime.lab.simulate.workload import Workload, draw_requests
 from dbo_runtime.lab.whatif.ranges import Range
+from dbo_runtime.observe.progress import show_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +89,9 @@ def compare_capacity(
 ) -> Comparison:
     """Return the most requests per second within the service level, without and with overlap, for each seed."""
     start = estimate_throughput(scenario.workload, scenario.layout, unsplit)
-    return Comparison(
-        tuple(
-            Trial(*(find_capacity(partial(run_once, scenario, each, seed), start) for each in (unsplit, overlapped)))
-            for seed in seeds
-        )
-    )
+    searches = [partial(run_once, scenario, pricer, seed) for seed in seeds for pricer in (unsplit, overlapped)]
+    found = [find_capacity(search, start) for search in show_progress(searches, "simulating", "search")]
+    return Comparison(tuple(map(Trial, found[::2], found[1::2])))
 
 
 def _span(values: Sequence[float]) -> Range:

@@ -6,32 +6,36 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 
-from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.simulate.cluster_report import describe_comparison, list_comparison
 from dbo_runtime.lab.simulate.comparison import Scenario, compare_capacity, estimate_throughput
 from dbo_runtime.lab.simulate.disturbance import Disturbances
 from dbo_runtime.lab.simulate.instance import Layout
-from dbo_runtime.lab.simulate.service_level import ServiceLevel
+from dbo_runtime.lab.simulate.service_level import WARM_UP, ServiceLevel
 from dbo_runtime.lab.simulate.step_times import StepPricer, predict_step_times
 from dbo_runtime.lab.simulate.workload import Workload
 from dbo_runtime.lab.whatif.corners import Corner
 from dbo_runtime.lab.whatif.published_cases import open_costs
 from dbo_runtime.lab.whatif.scale_cases import SCALE_CASES, USABLE, ScaleCase
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.setting_sources import read_options
 from dbo_runtime.setting_values import read_count
 
 MOST_SEQUENCES = 256  # sequences of a rank, unless memory allows fewer
 LEAST_REQUESTS = 20  # requests per rank
 RUN_BY_TTFT = 12  # duration of a run at full load, in times to the first token
+CHIPS, IMBALANCE = 32, 1.3  # defaults, for cases that are spread over chips and for experts
+DISPATCH = "dispatch"  # the op that sends tokens to the ranks of their experts
 LARGEST = 1 << 20  # largest count on the command line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
-    parser.add_argument("--chips", default="32", help="number of chips that experts are spread over (default: 32)")
+    parser.add_argument("--chips", help="chips to spread experts over (default: 32, or as many as costs are of)")
     requests = parser.add_argument_group("the requests (default: the means that DeepSeek served on 2025-02-28)")
     requests.add_argument("--prompt", default="1915", help="mean computed tokens of a prompt")
     requests.add_argument("--output", default="1211", help="mean tokens of an answer; 1 for a prefill instance")
@@ -45,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     truth = parser.add_argument_group("effects that the costs do not include")
     truth.add_argument("--contention", default="1", help="minimum contention of compute and communication")
     truth.add_argument(
-        "--imbalance", default="1.3", help="imbalance of experts in the most uneven step; uniform from 1"
+        "--imbalance",
+        help="imbalance of experts in the most uneven step; uniform from 1 (default: 1.3, or 1 without dispatch)",
     )
     truth.add_argument("--stragglers", default="0.001", help="probability that a rank is slow in a step")
     truth.add_argument("--slowdown", default="1.5", help="factor by which it is slower")
@@ -66,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: an argument is not allowed. The message names it.
     """
     table, _ = open_costs(arguments.costs)
-    chips, case = _read("--chips", arguments.chips), _find_case(arguments.costs)
+    case = _find_case(arguments.costs)
+    chips = _count_chips(table, case) if arguments.chips is None else _read("--chips", arguments.chips)
     table, ranks = _spread(table, case, chips)
     workload = Workload(
         _number("--prompt", arguments.prompt),
@@ -86,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     seeds = range(_read("--seeds", arguments.seeds))
     truth = Corner(
-        contention=_number("--contention", arguments.contention), imbalance=_number("--imbalance", arguments.imbalance)
+        contention=_number("--contention", arguments.contention), imbalance=_read_imbalance(arguments.imbalance, table)
     )
     times = predict_step_times(table, _read_settings(arguments), layout.budget, layout.sequences, length, truth)
     requests = _count_requests(arguments, workload, layout, level, times[1])
@@ -100,6 +106,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _find_case(name: str) -> ScaleCase | None:
     return next((each for each in SCALE_CASES if each.case == name), None)
+
+
+def _count_chips(table: CostTable, case: ScaleCase | None) -> int:
+    parallel = table.provenance.parallel
+    return CHIPS if case is not None else parallel.get("tensor", 1) * parallel.get("data", 1)
+
+
+def _read_imbalance(text: str | None, table: CostTable) -> float:
+    """Return the imbalance of experts; without a number, that of a usual server, if tokens are dispatched to ranks."""
+    if text is not None:
+        return _number("--imbalance", text)
+    return IMBALANCE if DISPATCH in table.ops else 1.0
 
 
 def _spread(table: CostTable, case: ScaleCase | None, chips: int) -> tuple[CostTable, int]:
@@ -120,7 +138,7 @@ def _count_sequences(arguments: argparse.Namespace, case: ScaleCase | None, rank
     room = case.experts.count_sequences(case.memory * USABLE, ranks, length)
     if room < 1:
         raise ConfigError(
-            f"--chips is {arguments.chips}: the weights leave no room for a sequence of {length} tokens. "
+            f"--chips is {arguments.chips or CHIPS}: the weights leave no room for a sequence of {length} tokens. "
             "Take more chips, or shorter requests."
         )
     return min(room, MOST_SEQUENCES)
@@ -133,17 +151,22 @@ def _count_requests(
 
     A growing queue must have time to exceed what users accept, and running sequences must have time to end.
     """
+    least = math.ceil(1 / ((1 - level.quantile) * (1 - WARM_UP)))
     if arguments.requests is not None:
-        return _read("--requests", arguments.requests) * layout.ranks
+        count = _read("--requests", arguments.requests) * layout.ranks
+        if count < least:
+            raise ConfigError(
+                f"--requests makes {count} in all: too few for a service level of {level.quantile:.0%}, which one of "
+                f"them would decide. Take {math.ceil(least / layout.ranks)} or more per rank, or a lower --quantile."
+            )
+        return count
     waited = RUN_BY_TTFT * level.ttft * estimate_throughput(workload, layout, pricer)
     running = 2 * layout.sequences * layout.ranks if workload.output > 1 else 0
-    return min(max(round(waited), running, LEAST_REQUESTS * layout.ranks), LARGEST)
+    return min(max(round(waited), running, least, LEAST_REQUESTS * layout.ranks), LARGEST)
 
 
 def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
-    return read_environment(
-        {"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_MARGIN": arguments.margin, "DBO_SIDE": "off"}
-    )
+    return replace(read_options({"--micro-batches": arguments.micro_batches, "--margin": arguments.margin}), side="off")
 
 
 def _read(name: str, text: str, least: int = 1) -> int:

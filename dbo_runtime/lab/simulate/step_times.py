@@ -12,6 +12,7 @@ from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.lab.whatif.corners import Corner, move_to
 from dbo_runtime.lab.whatif.estimate import open_planner
+from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.predictor import Predictor
@@ -80,7 +81,7 @@ def predict_step_times(
     even, uneven = (Predictor(planner.program, move_to(table, corner)) for corner in corners)
     unsplit: dict[Point, float] = {}
     decided: dict[Point, float] = {}
-    for tokens, count in product(prefill, decodes):
+    for tokens, count in show_progress(list(product(prefill, decodes)), "predicting steps", "step"):
         batch = _fill_batch(tokens, count, context)
         planner.memory.forget()  # each point by itself
         choice = planner.choose(batch, config) if batch.query_lens else None

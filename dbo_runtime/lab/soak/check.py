@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dbo_runtime.config import ENABLE
 from dbo_runtime.errors import ConfigError, DeviceError
 from dbo_runtime.lab.soak.answer import Answer
 from dbo_runtime.lab.soak.comparison import ALARM, FAILURE, TOLERANCE, Difference, compare_answers
@@ -19,6 +18,8 @@ from dbo_runtime.lab.soak.engine_process import EngineProcess
 from dbo_runtime.lab.soak.judge import find_own_differences, is_own, starts_from_others
 from dbo_runtime.lab.soak.report import Bug, EquivalenceReport, Tally
 from dbo_runtime.lab.soak.request import Request, Round
+from dbo_runtime.observe.progress import show_progress
+from dbo_runtime.setting_sources import make_switch
 
 REQUESTS = 300
 ROUND_REQUESTS = 48  # requests in flight together, per rank
@@ -72,9 +73,9 @@ class Setup:
 
     def start(self, mode: str) -> EngineProcess:
         """Start an engine with DBO_MODE *mode*; if that is empty, without overlap."""
-        variables: dict[str, str | None] = {ENABLE: "0"}
+        variables: dict[str, str | None] = {**make_switch(False)}
         if mode:
-            variables = {**self.settings, ENABLE: "1", "DBO_MODE": mode}
+            variables = {**self.settings, **make_switch(True), "DBO_MODE": mode}
         options = {name: value for name, value in self.options.items() if name != "data_parallel_size"}
         return EngineProcess(self.model, self.ranks, self.loras, options, variables)
 
@@ -170,7 +171,7 @@ def check_equivalence(
     setup = Setup(model, settings, requests, seed, rounds, loras, tolerance, calibrates, first_steps, engine_options)
     with setup.start_reference() as engine:
         traffic = setup.draw(engine)
-        expected = {each.number: engine.run(each)[0] for each in traffic}
+        expected = {each.number: engine.run(each)[0] for each in show_progress(traffic, "unsplit", "round")}
     report = EquivalenceReport(model, setup.reference, seed, setup.format_command(), [Tally(n) for n in micro_batches])
     suspects: list[Suspect] = []
     with setup.start("always") as engine:
@@ -198,7 +199,7 @@ def _run_split(
     number = traffic[0].number
     try:
         engine.configure({"DBO_MICRO_BATCHES": str(tally.micro_batches)})
-        for each in traffic:
+        for each in show_progress(traffic, f"in {tally.micro_batches} micro-batches", "round"):
             number = each.number
             answers, counts = engine.run(each)
             tally.note_answers(each, answers)
@@ -235,7 +236,7 @@ def _judge(
 ) -> None:
     """Count differences as vLLM's own or as bugs."""
     with setup.start_reference() as engine:
-        for each in traffic:
+        for each in show_progress(traffic, "differences", "round"):
             here = [suspect for suspect in suspects if suspect.round == each.number]
             if not here:
                 continue

@@ -17,6 +17,8 @@ from typing import IO, Any
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.lab.soak.answer import Answer, Counts
 from dbo_runtime.lab.soak.request import Abilities, Round
+from dbo_runtime.vllm_plugin.api.engine_log import save_log
+from dbo_runtime.vllm_plugin.api.start_failure import describe_failure
 
 MODULE = "dbo_runtime.lab.soak.engine_main"
 START_SECONDS, ROUND_SECONDS, END_SECONDS = 900.0, 600.0, 30.0
@@ -37,7 +39,8 @@ class EngineProcess:
         environment: variables on top of this process's; a value of None removes a variable.
 
     Raises:
-        DeviceError: vLLM does not start, or later fails or does not answer. The message has the end of its log.
+        DeviceError: vLLM does not start, or later fails or does not answer. The message of a start is one line with the
+            name of a file that has the log; a later message has the end of the log.
     """
 
     def __init__(
@@ -58,18 +61,20 @@ class EngineProcess:
             for rank in range(ranks):
                 own = {**_describe_rank(rank, ranks, port), **environment} if ranks > 1 else environment
                 self._start(own)
-                self._pipes[-1].send((model, tuple(loras), dict(options)))
-            self.abilities, *_ = self._collect(START_SECONDS)
+                with suppress(BrokenPipeError):  # `_collect` reports this
+                    self._pipes[-1].send((model, tuple(loras), dict(options)))
+            self.abilities, *_ = self._await_start(model)
             stack.pop_all()
 
     def __enter__(self) -> EngineProcess:
         """Return the engine."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End all processes, by request first."""
-        with suppress(DeviceError, OSError):
-            self._ask("close", [()] * len(self._pipes), END_SECONDS)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End all processes: by request, or at once after an error or an interrupt, when they may not listen."""
+        if kind is None:
+            with suppress(DeviceError, OSError):
+                self._ask("close", [()] * len(self._pipes), END_SECONDS)
         self._end()
 
     def configure(self, settings: Mapping[str, str]) -> None:
@@ -155,9 +160,19 @@ class EngineProcess:
             raise DeviceError(f"vLLM fails (rank {rank}): {str(result).strip()}{self._quote()}")
         return result
 
-    def _quote(self) -> str:
+    def _await_start(self, model: str) -> list[Any]:
+        try:
+            return self._collect(START_SECONDS)
+        except DeviceError as error:
+            log = f"{self._read_log()}\n{error}\n"
+            raise DeviceError(f"{describe_failure(model, log, error)} vLLM's log: {save_log(log)}") from error
+
+    def _read_log(self) -> str:
         self._log.seek(0)
-        text = self._log.read().decode(errors="replace").strip()
+        return self._log.read().decode(errors="replace").strip()
+
+    def _quote(self) -> str:
+        text = self._read_log()
         return f"\nIts log ends with:\n{text[-QUOTED:]}" if text else ""
 
     def _end(self) -> None:

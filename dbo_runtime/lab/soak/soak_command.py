@@ -7,12 +7,15 @@ import dataclasses
 import json
 import os
 from typing import Any
+from unittest.mock import patch
 
-from dbo_runtime.config import ENABLE, PREFIX
+from dbo_runtime.config import PREFIX, SWITCHES
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.soak.check import REQUESTS, check_equivalence
 from dbo_runtime.lab.soak.comparison import TOLERANCE
-from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
+from dbo_runtime.setting_sources import make_switch
+from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
+from dbo_runtime.vllm_plugin.api.engine_log import divert_output
 
 EXIT_DIFFERENT = 1
 
@@ -54,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
         options = _read_options(arguments)
-        settings = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+        names = [name for name in os.environ if name.startswith(PREFIX) and name not in SWITCHES]
         report = check_equivalence(
             arguments.model,
-            settings,
+            {name: os.environ[name] for name in names},
             arguments.requests,
             micro_batches,
             arguments.seed,
@@ -76,13 +79,9 @@ def _read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the engine's arguments that differ from vLLM's defaults."""
     if not arguments.passed_on:
         return {}
-    os.environ[ENABLE] = "0"
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=arguments.program))
-    default = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model]))
-    given = EngineArgs.from_cli_args(parser.parse_args(["--model", arguments.model, *arguments.passed_on]))
+    with patch.dict(os.environ, make_switch(False)):
+        default = parse_engine_arguments(arguments.program, arguments.model, ())
+        given = parse_engine_arguments(arguments.program, arguments.model, arguments.passed_on)
     names = [field.name for field in dataclasses.fields(given)]
     return {name: value for name in names if (value := getattr(given, name)) != getattr(default, name)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from dbo_runtime.lab.trace.figure import draw_figure
 from dbo_runtime.lab.trace.recorded_file import read_recorded
 from dbo_runtime.lab.trace.summary import Summary, summarize
 from dbo_runtime.observe.timeline import Timeline
+from dbo_runtime.setting_values import read_count
 
 HEADS = ("ms", "hidden", "E_overlap", "LB/T")
 Steps = dict[str, dict[str, Timeline]]
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "path",
         help="a trace, a torch profile (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
     )
-    parser.add_argument("--step", metavar="NUMBER", help="show only this step of a profile")
+    parser.add_argument("--step", metavar="NUMBER", help="show only this step of a profile or of a folder of traces")
     parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one step as PNG, with a panel per rank")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON, in seconds")
 
@@ -80,11 +82,21 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _choose(steps: Steps, number: str, path: Path) -> Steps:
-    """Return the step of a profile with this number."""
-    chosen = {name: step for name, step in steps.items() if name.partition(":")[0] == number}
+    """Return the step with this number: of a profile by its place in it, of a trace by the name of its file."""
+    numbers = {name: _read_number(name or path.name) for name in steps}
+    asked = read_count(number.strip())
+    chosen = {name: steps[name] for name, found in numbers.items() if found is not None and found == asked}
     if not chosen:
-        raise ConfigError(f"{path} has no step {number!r}: without --step, all steps of a profile are listed.")
+        known = sorted(found for found in numbers.values() if found is not None)
+        there = f"there are {known[0]} to {known[-1]}" if known else "no step here has a number"
+        raise ConfigError(f"{path} has no step {number!r}; {there}. Without --step, all steps are listed.")
     return chosen
+
+
+def _read_number(name: str) -> int | None:
+    """Return a step's number from a label such as `3: label` or a file such as `step-000003.json`; None without one."""
+    found = re.search(r"(?:^|\s)(\d+):", name) or re.match(r"step-(\d+)\.", name)
+    return read_count(found[1]) if found else None
 
 
 def _report(name: str, timeline: Timeline) -> str:

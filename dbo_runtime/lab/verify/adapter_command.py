@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from dbo_runtime.config import read_environment
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.ir.lowering import lower
@@ -22,7 +21,8 @@ from dbo_runtime.ir.render import digest, render
 from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.observe.timeline import Timeline
-from dbo_runtime.vllm_plugin.calibration.calibrate_command import divert_output
+from dbo_runtime.setting_sources import read_options
+from dbo_runtime.vllm_plugin.api.engine_log import divert_output
 
 EXIT_DIFFERENT = 1
 NEW = "new"
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not os.path.isfile(Path(arguments.model) / "config.json"):
         raise ConfigError(f"{arguments.model} has no config.json; name the directory of a model.")
     durations = None if arguments.simulate is None else _read_durations(arguments.simulate)
-    config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
+    config = read_options({"--micro-batches": arguments.micro_batches, "--policy": arguments.policy})
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     with divert_output():
         from dbo_runtime.lab.verify.verification import verify_adapter  # imported late, because it imports vLLM

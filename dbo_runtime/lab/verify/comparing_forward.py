@@ -20,6 +20,7 @@ from dbo_runtime.lab.sanitizer.memory import copy_tensors, list_tensors
 from dbo_runtime.lab.verify.results import find_first_mismatch, find_first_unmatched, listen
 from dbo_runtime.lab.verify.stage_verification import StageVerification
 from dbo_runtime.lab.verify.watched_run import Fault, WatchedRun, run_watched
+from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 
@@ -160,7 +161,7 @@ class ComparingForward:
         if self._stages is not None:
             self._restore(before)
             self._note(f"{step}, in two stages", None, self._stages.compare(program, unsplit, x, positions))
-        for cut in range(1, batch.tokens):
+        for cut in show_progress(range(1, batch.tokens), f"comparing a {step}", "cut"):
             self._restore(before)
             parts = self._run_cut(context, batch, cut, x, positions)
             if parts is not None:

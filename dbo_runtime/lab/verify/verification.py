@@ -18,11 +18,11 @@ from unittest.mock import patch
 import torch
 
 from dbo_runtime.adapters.contract import InputAdapter, ModelAdapter, record_program
-from dbo_runtime.config import ENABLE
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.verify.comparing_forward import ComparingForward, Verification
 from dbo_runtime.lab.verify.stage_verification import StageVerification, record_stages
+from dbo_runtime.setting_sources import make_switch
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.api.load_format import register_load_format
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
@@ -42,7 +42,7 @@ STEPS = 2  # a prefill of the prompts, and a decode
 NORM_DEVIATION = 0.1  # deviation from 1 of norm weights
 LOAD_FORMAT = "dbo_random"  # load format with random weights
 ENVIRONMENT = {
-    ENABLE: "0",  # this module splits steps, not the plugin
+    **make_switch(False),  # this module splits steps, not the plugin
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -140,7 +140,7 @@ def record(
     """
     architecture = vllm_config.model_config.architecture
     if adapter is None:
-        raise DeclineError("no adapter is registered", architecture)
+        raise DeclineError("no adapter is registered", f"{architecture}; `dbo adapter new {architecture}` drafts one")
     groups = get_groups(vllm_config)
     collectives = ModelCollectives(get_platform(), groups.tensor_parallel, groups.data_parallel)
     program = (

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 from dbo_runtime.batch import Batch
-from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.trace.figure import draw_figure
 from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.lab.whatif.fleet import CHIPS, predict_fleet
 from dbo_runtime.lab.whatif.fleet_report import describe_fleet, list_rows
 from dbo_runtime.lab.whatif.measurements import MEASUREMENTS, compare, describe_comparisons
-from dbo_runtime.lab.whatif.plan_report import describe_cases, describe_whatif, list_figures
-from dbo_runtime.lab.whatif.published_cases import find_network, list_cases, open_costs
+from dbo_runtime.lab.whatif.plan_report import describe_case, describe_whatif, list_figures, pick_layers, tabulate_cases
+from dbo_runtime.lab.whatif.published_cases import find_network, get_case, list_cases, open_costs
 from dbo_runtime.lab.whatif.scale import (
     MODELS,
     Network,
+    count_layers,
     parse_bandwidth,
     parse_network,
     scale_bandwidth,
@@ -30,11 +30,13 @@ from dbo_runtime.lab.whatif.scale import (
     set_model,
 )
 from dbo_runtime.lab.whatif.scale_cases import find_scale_cases
-from dbo_runtime.lab.whatif.sweep import GRIDS, GridPoint, has_sizes, list_steps, parse_axes, sweep
+from dbo_runtime.lab.whatif.sweep import GRIDS, has_sizes, list_steps, parse_axes, sweep
 from dbo_runtime.lab.whatif.sweep_report import describe_sweep, list_cells
 from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, list_tried_sizes, predict_step
+from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.setting_sources import read_options
 from dbo_runtime.setting_values import read_count
 
 DEFAULT_TOKENS = 8192
@@ -47,7 +49,9 @@ MAX_BREAK_EVEN_DECODES = 1_024  # same for steps of decodes, which have one toke
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
-    parser.add_argument("--list", action="store_true", help="list the published cases with their sources, and stop")
+    parser.add_argument(
+        "--list", nargs="?", const="", metavar="NAME", help="list the published cases, or say where one comes from"
+    )
     parser.add_argument(
         "--measurements", action="store_true", help="compare predictions with published measurements, and stop"
     )
@@ -102,10 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: an argument is not allowed. The message names it.
     """
-    if arguments.list:
-        return _print(describe_cases(list_cases()))
+    if arguments.list is not None:
+        return _print(describe_case(get_case(arguments.list)) if arguments.list else tabulate_cases(list_cases()))
     if arguments.measurements:
-        return _print(describe_comparisons([compare(each) for each in MEASUREMENTS]))
+        compared = [compare(each) for each in show_progress(MEASUREMENTS, "predicting", "measurement")]
+        return _print(describe_comparisons(compared))
     if arguments.scale is not None:
         return _print_fleet(arguments)
     if arguments.costs is None:
@@ -125,7 +130,7 @@ def _print_fleet(arguments: argparse.Namespace) -> int:
     if arguments.costs is not None and (arguments.tokens or arguments.decodes or arguments.query_lens):
         step = _make_batch(arguments, open_costs(arguments.costs)[1])
     points = [(case, chips) for case in cases for chips in CHIPS]
-    rows = [predict_fleet(case, chips, config, step) for case, chips in points]
+    rows = [predict_fleet(case, chips, config, step) for case, chips in show_progress(points, "scaling", "row")]
     return _print(json.dumps(list_rows(rows), indent=2) if arguments.json else describe_fleet(rows))
 
 
@@ -137,7 +142,7 @@ def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, 
     if has_sizes(axes):
         searched_to = steps[-1].tokens
         estimator = Estimator(table, [*steps, *_list_tried(batch, searched_to)])
-    cells = sweep(table, batch, config, axes, _show_progress, estimator, _find_network(arguments))
+    cells = sweep(table, batch, config, axes, estimator, _find_network(arguments))
     if arguments.json:
         return _print(json.dumps(list_cells(cells, config.margin), indent=2))
     break_evens = (
@@ -150,36 +155,29 @@ def _list_tried(batch: Batch, searched_to: int) -> list[Batch]:
     return [resize_batch(batch, size) for size in list_tried_sizes(searched_to)]
 
 
-def _show_progress(points: Sequence[GridPoint]) -> Iterable[GridPoint]:
-    """Yield *points*, with a progress bar if standard error is a terminal and tqdm is installed, as vLLM does."""
-    if find_spec("tqdm") is None:
-        return points
-    from tqdm import tqdm
-
-    bar: Iterable[GridPoint] = tqdm(points, desc="sweeping", unit="point", leave=False, disable=None)
-    return bar
-
-
 def _print_answer(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
     answer = predict_step(table, batch, config)
     furthest = max(batch.tokens, MAX_BREAK_EVEN_TOKENS if batch.prefill_tokens else MAX_BREAK_EVEN_DECODES)
     break_even = compute_break_even(Estimator(table, _list_tried(batch, furthest)), batch, config, furthest)
     what = arguments.costs, table, answer, break_even, config.margin
     _print(json.dumps(list_figures(*what), indent=2) if arguments.json else describe_whatif(*what))
-    _write_pictures(arguments, answer)
+    _write_pictures(arguments, table, answer)
     return 0
 
 
-def _write_pictures(arguments: argparse.Namespace, answer: WhatIf) -> None:
+def _write_pictures(arguments: argparse.Namespace, table: CostTable, answer: WhatIf) -> None:
     title = f"{arguments.costs}, {answer.batch.tokens} tokens (predicted)"
     shown = answer.best.timeline if answer.best else answer.timeline
     if arguments.trace:
         save_trace({title: shown}, arguments.trace)
     if arguments.figure:
+        layers = count_layers(table)
         panels = {"unsplit": answer.timeline}
         if answer.best:
             panels[f"split in {len(answer.best.sizes)}"] = shown
-        draw_figure(panels, arguments.figure, title)
+        drawn = {name: pick_layers(timeline, layers) for name, timeline in panels.items()}
+        (_, which) = drawn["unsplit"]
+        draw_figure({name: few for name, (few, _) in drawn.items()}, arguments.figure, f"{title}: {which}")
 
 
 def _print(text: str) -> int:
@@ -211,12 +209,12 @@ def _parse_factor(name: str, text: str) -> float:
 
 
 def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
-    return read_environment(
+    return read_options(
         {
-            "DBO_MICRO_BATCHES": arguments.micro_batches,
-            "DBO_MARGIN": arguments.margin,
-            "DBO_POLICY": arguments.policy,
-            "DBO_SIDE": arguments.side,
+            "--micro-batches": arguments.micro_batches,
+            "--margin": arguments.margin,
+            "--policy": arguments.policy,
+            "--side": arguments.side,
         }
     )
 

@@ -21,15 +21,34 @@ LAYERS_DRAWN = 3
 MIN_GAP_SHOWN = 1e-4  # smaller gaps are shown as "less than this"
 
 
-def describe_cases(cases: Sequence[PublishedCase]) -> str:
-    """Return the published cases, each with its kind and source."""
-    blocks = []
-    for case in cases:
-        count = len(case.step.query_lens)
-        step = f"{case.step.tokens} tokens in {count} prompts" if case.step.prefill_tokens else f"{count} decodes"
-        source = textwrap.fill(case.table.provenance.source, WIDTH, initial_indent="    ", subsequent_indent="    ")
-        blocks.append(f"{case.name} ({case.table.provenance.kind}; {step})\n{source}")
-    return "\n".join(blocks)
+def tabulate_cases(cases: Sequence[PublishedCase]) -> str:
+    """Return one line for each published case: its name, its step, the model, and the chips that it is spread over."""
+    rows = [("case", "step of a rank", "model", "chips")]
+    rows += [(case.name, _describe_load(case), _name_model(case), _count_chips(case)) for case in cases]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    more = "`dbo plan --list NAME` says where a case comes from; `dbo plan --costs NAME` predicts its gain."
+    return "\n".join([*lines, "", more])
+
+
+def describe_case(case: PublishedCase) -> str:
+    """Return a published case with its kind, its step and its source."""
+    source = textwrap.fill(case.table.provenance.source, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return f"{case.name} ({case.table.provenance.kind}; {_describe_load(case)})\n{source}"
+
+
+def _describe_load(case: PublishedCase) -> str:
+    count = len(case.step.query_lens)
+    return f"{case.step.tokens} tokens in {count} prompts" if case.step.prefill_tokens else f"{count} decodes"
+
+
+def _name_model(case: PublishedCase) -> str:
+    return case.table.provenance.model.get("name", "")
+
+
+def _count_chips(case: PublishedCase) -> str:
+    parallel = case.table.provenance.parallel
+    return f"{parallel.get('tensor', 1) * parallel.get('data', 1)} x {case.table.provenance.machine.get('chip', '?')}"
 
 
 def describe_whatif(name: str, table: CostTable, answer: WhatIf, break_even: BreakEven, margin: float) -> str:
@@ -169,6 +188,18 @@ def _draw_start(split: Split, layers: int) -> str:
     timeline = Timeline(tuple(span._replace(end=min(span.end, until)) for span in spans if span.start < until))
     shown = "all layers" if layers <= LAYERS_DRAWN else f"the first {LAYERS_DRAWN} of {layers} layers of micro-batch 0"
     return f"{shown}, {until * 1e3:.2f} ms; digits are micro-batches, dots idle\n{timeline.draw()}"
+
+
+def pick_layers(timeline: Timeline, layers: int) -> tuple[Timeline, str]:
+    """Return a few layers out of the middle of a step, where all are alike, with the phrase that says which.
+
+    A figure of all layers would be a bar code. A step of few layers is returned whole.
+    """
+    first = (layers - LAYERS_DRAWN) // 2
+    spans = tuple(span for span in timeline.spans if _parse_layer(span.op) in range(first, first + LAYERS_DRAWN))
+    if layers <= LAYERS_DRAWN or not spans:
+        return timeline, f"all {layers} layers"
+    return Timeline(spans), f"layers {first} to {first + LAYERS_DRAWN - 1} of {layers}"
 
 
 def _parse_layer(label: str) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -82,7 +83,7 @@ def get_case(name: str) -> PublishedCase:
         ConfigError: there is no such case.
     """
     if name not in _STEPS:
-        raise ConfigError(f"there is no published case {name!r}; known are {', '.join(_STEPS)}.")
+        raise ConfigError(f"there is no published case {name!r}; {_suggest(name, _STEPS)}")
     with as_file(files("dbo_runtime.lab.whatif") / "published" / f"{name}.json") as path:
         return PublishedCase(name, load_costs(path), _STEPS[name])
 
@@ -102,5 +103,15 @@ def open_costs(source: str) -> tuple[CostTable, Batch | None]:
         case = get_case(source)
         return case.table, case.step
     if not os.path.exists(source) and Path(source).name == source and not Path(source).suffix:
-        raise ConfigError(f"costs {source!r} are neither a file nor a published case; known are {', '.join(_STEPS)}.")
+        raise ConfigError(f"costs {source!r} are neither a file nor a published case; {_suggest(source, _STEPS)}")
+    if not os.path.exists(source):
+        folder = Path(source).parent
+        files = [str(folder / entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
+        raise ConfigError(f"cost file {source} cannot be read: there is none; {_suggest(source, files)}")
     return load_costs(source), None
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    """Return the rest of a sentence about an unknown name: the one that was meant, or where to look."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else "`dbo plan --list` lists the published cases."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.batch import Batch, place_cuts, share_evenly, slice_batch
-from dbo_runtime.config import RuntimeConfig, read_environment
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.ir.codegen import Issuing, write_source
 from dbo_runtime.ir.lowering import lower
@@ -27,6 +27,7 @@ from dbo_runtime.planner.costs.program_spec import build_program, repeat_runs
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import SEARCH_STATES
 from dbo_runtime.planner.online.predictor import Predictor
+from dbo_runtime.setting_sources import read_options
 from dbo_runtime.setting_values import name_policy
 
 DEFAULT_TOKENS = 8192  # tokens of the step to search an order for, if the costs have no step
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     table, usual = open_costs(arguments.costs)
     table = _set_layers(table, arguments.layers)
-    config = read_environment({"DBO_MICRO_BATCHES": arguments.micro_batches, "DBO_POLICY": arguments.policy})
+    config = read_options({"--micro-batches": arguments.micro_batches, "--policy": arguments.policy})
     schedule = _make_schedule(table, usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS), config)
     validate(schedule)
     if arguments.check is not None:

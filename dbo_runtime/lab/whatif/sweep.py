@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.lab.whatif.scale import Bandwidth, Network, scale_bandwidth, scale_tensor
+from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.prediction import Prediction
 
@@ -80,24 +81,19 @@ def list_steps(axes: Sequence[str], batch: Batch) -> list[Batch]:
     return [resize_batch(batch, int(size)) for size in grid.get(TOKENS, grid.get(DECODES, (batch.tokens,)))]
 
 
-GridPoint = tuple[float, ...]
-Progress = Callable[[Sequence[GridPoint]], Iterable[GridPoint]]
-
-
 def sweep(
     table: CostTable,
     batch: Batch,
     config: RuntimeConfig,
     axes: Sequence[str],
-    progress: Progress = iter,
     estimator: Estimator | None = None,
     network: Network | None = None,
 ) -> list[Cell]:
     """Return a prediction for each point of the grid. The last axis varies fastest.
 
-    Other properties are those of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *progress*, such as
-    a progress bar, is called with the points and yields them. *estimator* is an estimator for *table*, if the caller
-    has one that suits the sizes. *network* is the network to scale the number of ranks on; see `scale_tensor`.
+    Other properties are those of *table* and *batch*. Steps are predicted by `estimate.Estimator`. *estimator* is
+    an estimator for *table*, if the caller has one that suits the sizes. *network* is the network to scale the number
+    of ranks on; see `scale_tensor`.
 
     Raises:
         ConfigError: the costs cannot be scaled.
@@ -106,7 +102,7 @@ def sweep(
     estimators: dict[tuple[float, ...], Estimator] = {} if estimator is None else {(): estimator}
     cells = []
     steps = list_steps(axes, batch)
-    for point in progress(list(product(*grid.values()))):
+    for point in show_progress(list(product(*grid.values())), "sweeping", "point"):
         values = dict(zip(grid, point, strict=True))
         machine = tuple(value for axis, value in values.items() if axis not in (TOKENS, DECODES))
         if machine not in estimators:

@@ -26,7 +26,7 @@ def make_config(arguments: Sequence[str]) -> VllmConfig:
 
     parser = FlexibleArgumentParser(prog="vllm")
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    with _report_errors():
+    with report_errors():
         parsed = parser.parse_args(["serve", *arguments])
         if parsed.model_tag is not None:  # same as in the command itself
             parsed.model = parsed.model_tag
@@ -34,7 +34,8 @@ def make_config(arguments: Sequence[str]) -> VllmConfig:
 
 
 @contextmanager
-def _report_errors() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
+    """Turn what vLLM raises or prints about arguments that it does not accept into a ConfigError."""
     printed = StringIO()
     try:
         with redirect_stderr(printed):

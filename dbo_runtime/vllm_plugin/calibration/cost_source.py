@@ -104,10 +104,11 @@ class CostSource:
         assert table is not None
         self._use(table, path)
 
-    def calibrate(self, path: str = "", budget: float = BUDGET_SECONDS) -> Report:
+    def calibrate(self, path: str = "", budget: float = BUDGET_SECONDS, terminal: str = "") -> Report:
         """Measure the model's own ops, plan by their costs, and write the costs to *path* if given.
 
-        If the file cannot be written, log a warning and use the costs anyway.
+        If the file cannot be written, log a warning and use the costs anyway. Progress is shown on *terminal*, the path
+        of one, or on standard error if that is a terminal.
 
         Raises:
             DeclineError, ConfigError: raised on all ranks if ops cannot be measured, or their durations make no sense.
@@ -117,7 +118,7 @@ class CostSource:
         from dbo_runtime.vllm_plugin.calibration.measurement import measure
 
         start, program = time.perf_counter(), self._runtime.program
-        with _ProgressBar(quiet=self._group.rank_in_group > 0) as bar:
+        with _ProgressBar(self._group.rank_in_group > 0, terminal) as bar:
             measurements = measure(self._runner, self._forward, self._group, budget, bar.show)
         # One rank fits for all: the last digits of a fit may differ between hosts, and then decisions could differ.
         fit = partial(fit_table, measurements, program, self._identity, self._host_computes)
@@ -224,14 +225,18 @@ class CostSource:
 class _ProgressBar:
     """A progress bar on the first rank's terminal, if there is one."""
 
-    def __init__(self, quiet: bool) -> None:
-        self._bar = tqdm(disable=quiet or None, desc="calibrating", unit="shape", file=sys.stderr, leave=False)
+    def __init__(self, quiet: bool, terminal: str) -> None:
+        self._own = open(terminal, "w") if terminal and not quiet else None  # noqa: SIM115 - closed with the bar
+        file = self._own or sys.stderr
+        self._bar = tqdm(disable=quiet or None, desc="calibrating", unit="shape", file=file, leave=False)
 
     def __enter__(self) -> _ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+        if self._own is not None:
+            self._own.close()
 
     def show(self, done: int, of: int, what: str) -> None:
         """Show that *done* of *of* shapes are measured, and that *what* comes next."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+GOOD_FIT = 0.05  # median relative error of steps; larger ones exceed most gains
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -35,7 +37,7 @@ class Report:
     def __str__(self) -> str:
         """Format as a table."""
         stage = f"{self.stage}: " if self.stage else ""
-        rows = [f"{stage}calibrated in {self.seconds:.0f} s; costs {self.digest}; median errors of the fit:"]
+        rows = [f"{stage}calibrated in {self.seconds:.0f} s; costs {self.digest}", self._judge_fit()]
         rows += [f"  {name:<20}{error:>7.1%}" for name, error in self.op_errors.items()]
         rows += [f"  {mode + ' step':<20}{error:>7.1%}" for mode, error in self.step_errors.items()]
         longer = (
@@ -45,3 +47,12 @@ class Report:
         rest = f"; {self.left_out} sizes of batches were left out for lack of time" if self.left_out else ""
         slower = f"slower while another lane runs, by a factor of: {factors}"
         return "\n".join([*rows, longer, slower, f"measured up to {self.largest} tokens a step{rest}"])
+
+    def _judge_fit(self) -> str:
+        """Return how far the costs are from what was measured, in words."""
+        worst = max(self.step_errors.values(), default=0.0)
+        advice = "" if worst <= GOOD_FIT else ": too much to trust small gains; calibrate with nothing else running"
+        return (
+            f"half of the measured steps are within {worst:.1%} of what the costs predict{advice}; "
+            "median errors of the fit against the measured points:"
+        )

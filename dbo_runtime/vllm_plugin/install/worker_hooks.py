@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from dbo_runtime.config import is_enabled, read_environment
+from dbo_runtime.config import read_environment
+from dbo_runtime.setting_sources import is_enabled
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import WorkerBase

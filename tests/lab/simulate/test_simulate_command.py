@@ -8,6 +8,9 @@ import pytest
 
 from dbo_runtime import __main__ as program
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.lab.simulate import simulate_command
+from dbo_runtime.lab.simulate.comparison import Comparison, Scenario, Trial
+from dbo_runtime.lab.simulate.service_level import Capacity, Verdict
 from dbo_runtime.lab.simulate.step_times import StepTimes, predict_step_times
 from dbo_runtime.lab.whatif.corners import Corner
 from dbo_runtime.lab.whatif.published_cases import get_case
@@ -55,6 +58,24 @@ def test_a_simulation_is_printed_and_repeats_itself(capsys: pytest.CaptureFixtur
     assert len(figures["seeds"]) == 2
 
 
+@pytest.mark.parametrize("name", ["r1-tp16-941", "r1-decode-12708"])
+def test_a_case_without_dispatch_or_with_more_ranks_needs_no_further_argument(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Scenario] = []
+    verdict = Capacity(1.0, Verdict(1.0, 0.1, True))
+
+    def compare(scenario: Scenario, *others: object) -> Comparison:
+        seen.append(scenario)
+        return Comparison((Trial(verdict, verdict),))
+
+    monkeypatch.setattr(simulate_command, "compare_capacity", compare)  # takes minutes; the defaults are the point
+    assert program.main(["simulate", "--costs", name]) == 0
+    parallel = get_case(name).table.provenance.parallel
+    assert seen[0].layout.ranks == parallel.get("data", 1)
+    assert f"{name} on {parallel['tensor'] * parallel.get('data', 1)} chips" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -65,6 +86,7 @@ def test_a_simulation_is_printed_and_repeats_itself(capsys: pytest.CaptureFixtur
         ("--costs r1-prefill-910b --chips 16", "no room"),
         ("--costs r1-ep16-1589 --chips 1", "--chips"),
         ("--costs nothing", "nothing"),
+        ("--costs qwen3-tp4-44677 --requests 20", "too few for a service level of 99%, which one of them would decide"),
         ("--costs qwen3-tp4-44677 --imbalance 1.3", "imbalance"),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from dbo_runtime import __main__ as program
 from dbo_runtime.errors import DeviceError
+from dbo_runtime.lab.soak import engine_process
 from dbo_runtime.testing import check_equivalence
 from tests.support.vllm.engines import TINY
 from tests.support.vllm.families import make_family
@@ -50,3 +52,28 @@ def test_a_model_that_does_not_start_is_an_error_with_its_reason(tmp_path: Path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DeviceError, match="vLLM fails"):
         check_equivalence(str(tmp_path), requests=8)
+
+
+def test_a_start_that_fails_is_one_line_with_the_name_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hypothesis")
+    (tmp_path / "failing.py").write_text(
+        """
+import sys
+from multiprocessing.connection import Connection
+print("a line of the log", flush=True)
+pipe = Connection(int(sys.argv[1]))
+pipe.recv()
+pipe.send((False, "Traceback (most recent call last):\\n  File x\\nOSError: there is no such model"))
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(engine_process, "MODULE", "failing")
+    assert program.main(["soak", str(tmp_path), "--requests", "8"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dbo_runtime soak: vLLM fails: there is no such model. vLLM's log: ")
+    assert said.count("\n") == 1
+    log = Path(said.split()[-1])
+    assert {"a line of the log", "OSError: there is no such model"} < set(log.read_text().splitlines())
+    log.unlink()

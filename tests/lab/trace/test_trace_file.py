@@ -146,3 +146,16 @@ def test_what_cannot_be_read_is_named_with_the_reason(content: Any, why: str, tm
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"step\.json.*cannot be read: {why}"):
         read_trace(path)
+
+
+def test_a_step_of_a_folder_is_chosen_by_the_number_in_its_files_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 3, 30):
+        save_trace(RANKS, tmp_path / f"step-{number:06}.json")
+    for number in ("3", "000003"):
+        figures = json.loads(run_command(capsys, tmp_path, "--step", number, "--json"))
+        assert list(figures) == ["step-000003.json"]
+    assert json.loads(run_command(capsys, tmp_path / "step-000030.json", "--step", "30", "--json"))
+    with pytest.raises(ConfigError, match=r"has no step '2'; there are 1 to 30\."):
+        run_command(capsys, tmp_path, "--step", "2")

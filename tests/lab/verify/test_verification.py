@@ -106,7 +106,10 @@ def test_what_is_declined_is_not_tried(llama: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_without_an_adapter_there_is_nothing_to_try(tmp_path: Path) -> None:
-    with pytest.raises(DeclineError, match=r"no adapter is registered \(GraniteForCausalLM\)"):
+    with pytest.raises(
+        DeclineError,
+        match=r"no adapter is registered \(GraniteForCausalLM; `dbo adapter new",
+    ):
         verify_adapter(str(make_family("GraniteForCausalLM", tmp_path)))
 
 

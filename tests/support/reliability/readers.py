@@ -18,7 +18,7 @@ from dbo_runtime import __main__ as command_line
 from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.adapters.registry import check_adapter
 from dbo_runtime.batch import Batch, Thresholds, slice_batch
-from dbo_runtime.config import list_settings, read_environment, reread_environment
+from dbo_runtime.config import list_settings, read_environment
 from dbo_runtime.doctor.model import check_model
 from dbo_runtime.doctor.serve_command import read_command
 from dbo_runtime.doctor.settings import check_costs, check_trace
@@ -29,6 +29,7 @@ from dbo_runtime.lab.verify.tiny_config import make_config
 from dbo_runtime.observe.counts import FOLDER, SHARED, statistics
 from dbo_runtime.observe.trace import make_trace
 from dbo_runtime.planner.costs.cost_file import load_costs
+from dbo_runtime.setting_sources import reread_environment
 from tests.support.lab.handmade import make_split_step, make_ubatched_step
 from tests.support.observe.recorded_runs import TOY, record_run
 from tests.support.programs import lower_toy

@@ -87,9 +87,11 @@ def _wrap_ops(planted: Planted) -> None:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention
 
+    from dbo_runtime.setting_sources import is_enabled
+
     wrap = functools.partial(_obey_before, planted)
     DeepseekV2MLAAttention.forward = wrap("compute", DeepseekV2MLAAttention.forward)
-    if os.environ.get("VLLM_ASCEND_ENABLE_DBO") != "1" or os.environ.get("DBO_MODE") == "off":
+    if not is_enabled(os.environ) or os.environ.get("DBO_MODE") == "off":
         planted.is_step = True
         GroupCoordinator.all_reduce = wrap("comm", GroupCoordinator.all_reduce)
         return

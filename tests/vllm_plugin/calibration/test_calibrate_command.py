@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from dbo_runtime.__main__ import main
-from dbo_runtime.config import ENABLE
-from dbo_runtime.planner.costs.cost_file import load_costs
+from dbo_runtime.config import ENABLE, SWITCHES
+from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.lab.whatif.scale import set_layers
+from dbo_runtime.planner.costs.cost_file import load_costs, save_costs
 from dbo_runtime.vllm_plugin.calibration.calibrate_command import EXTENSION
 from dbo_runtime.vllm_plugin.calibration.report import Report
 from tests.support.vllm.engines import TINY
@@ -90,6 +92,14 @@ REPORT = Report(
 )
 
 
+@pytest.fixture
+def _in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Work in a new folder that has the cost files which the ranks would write."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("costs.json", "costs.pp0.json", "costs.pp1.json"):
+        save_costs(set_layers(get_case("a3-layer-4894").table, (4,)), tmp_path / name)
+
+
 class Host:
     """Stands for vLLM's `LLM`: keeps what it is started with, and answers as it is told to."""
 
@@ -101,6 +111,7 @@ class Host:
         self._answers = answers
 
     def start(self, **options: Any) -> Host:
+        os.write(1, b"INFO 11-27 04:32:43 vLLM's own lines\n")  # past Python, as its processes do
         self.options = options
         return self
 
@@ -116,27 +127,34 @@ class Host:
 
 def calibrate(monkeypatch: pytest.MonkeyPatch, host: Host, *words: str) -> int:
     monkeypatch.setattr("vllm.LLM", host.start)
-    monkeypatch.setenv(ENABLE, "0")
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
     status = main(["calibrate", str(TINY), "--output", "costs.json", *words])
     assert os.environ[ENABLE] == "1"
     assert host.closed
     return status
 
 
+@pytest.mark.usefixtures("_in_a_folder")
 def test_the_command_hands_all_other_arguments_to_vllm(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     host = Host([asdict(REPORT), asdict(replace(REPORT, seconds=9.0))])
     words = ("--budget", "7", "--tensor-parallel-size", "2", "--enforce-eager", "--dtype=float32")
     assert calibrate(monkeypatch, host, *words) == 0
-    assert host.asked == [("dbo_calibrate", str(tmp_path / "costs.json"), 7.0)]
+    assert host.asked == [("dbo_calibrate", str(tmp_path / "costs.json"), 7.0, "")]
     expected = {"model": str(TINY), "tensor_parallel_size": 2, "enforce_eager": True, "dtype": "float32"}
     assert {name: host.options[name] for name in expected} == expected
     assert host.options["worker_extension_cls"] == EXTENSION
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:-1] == str(REPORT).splitlines()  # the first rank's
+    output, errors = capfd.readouterr()
+    lines = output.splitlines()
+    assert str(REPORT) in output  # the first rank's
+    assert "vLLM's own" not in output
+    assert lines[-3].startswith("With these costs prefills from 2048 tokens will be split; the largest predicted gain")
+    assert lines[-2] == "More: dbo plan --costs costs.json --sweep tokens"
     assert lines[-1].startswith("serve with it: VLLM_ASCEND_ENABLE_DBO=1 DBO_COSTS=costs.json vllm serve")
+    assert re.fullmatch(r"starting vLLM; its log goes to (\S+)\n", errors)
+    assert not Path(errors.split()[-1]).exists()
 
 
 def test_the_report_comes_as_json_too(
@@ -148,25 +166,41 @@ def test_the_report_comes_as_json_too(
     assert told == {"model": str(TINY), "output": str(tmp_path / "costs.json"), **asdict(REPORT)}
 
 
+@pytest.mark.usefixtures("_in_a_folder")
 def test_of_a_pipeline_each_stage_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     ranks = [replace(REPORT, seconds=float(rank), stage=f"pp{rank // 2}") for rank in range(4)]
     answers = [asdict(rank) for rank in ranks]
     assert calibrate(monkeypatch, Host([*answers, None]), "--json") == 0  # of a stage that is not split
     assert json.loads(capsys.readouterr().out)["stages"] == [answers[0], answers[2]]
     assert calibrate(monkeypatch, Host(answers)) == 0
     told = capsys.readouterr().out
-    assert told.startswith(f"{ranks[0]}\n{ranks[2]}\nserve with it: ")
+    assert told.startswith(f"{ranks[0]}\nWith these costs")
+    assert f"costs.pp0.json --sweep tokens\n{ranks[2]}\nWith these costs" in told
     assert "pp1: calibrated in 2 s; costs " in told
 
 
 def test_a_model_that_is_not_split_cannot_be_calibrated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert calibrate(monkeypatch, Host([None, None])) == 1
-    assert "error: this model is not split, so there is nothing to measure" in capsys.readouterr().err
+    assert calibrate(monkeypatch, Host([None, None])) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(
+        "dbo_runtime calibrate: this model is not split, so there is nothing to measure. vLLM's log: "
+    )
+    log = Path(last.partition("vLLM's log: ")[2].split()[0])
+    assert log.exists()
+    log.unlink()
+
+
+def test_with_verbose_the_log_is_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate(monkeypatch, Host([asdict(REPORT)]), "--json", "--verbose") == 0
+    output, errors = capfd.readouterr()
+    assert json.loads(output)["digest"] == REPORT.digest
+    assert "vLLM's own lines" in errors
 
 
 @pytest.mark.parametrize("output", ["absent/costs.json", "."])
@@ -174,11 +208,29 @@ def test_a_file_that_cannot_be_written_is_refused_before_vllm_starts(
     output: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("vllm.LLM", None)  # calling it is an error
-    monkeypatch.setenv(ENABLE, "0")
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
     assert main(["calibrate", str(TINY), "--output", str(tmp_path / output)]) == 2
     assert f"cost file {tmp_path / output} cannot be written." in capsys.readouterr().err
 
 
-def test_a_calibration_that_fails_ends_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="a worker has died"):
-        calibrate(monkeypatch, Host(RuntimeError("a worker has died")))
+def test_a_calibration_that_fails_ends_what_was_started_and_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate(monkeypatch, Host(RuntimeError("a worker has died"))) == 2
+    _, said = capfd.readouterr().err.splitlines()
+    assert said.startswith("dbo_runtime calibrate: vLLM fails: a worker has died. vLLM's log: ")
+    log = Path(said.partition("vLLM's log: ")[2].split()[0])
+    assert "vLLM's own lines" in log.read_text()
+    log.unlink()
+
+
+def test_an_option_that_vllm_does_not_know_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
+    assert main(["calibrate", str(TINY), "--output", "costs.json", "--tensor-paralel", "2"]) == 2
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        "dbo_runtime calibrate: unrecognized arguments: --tensor-paralel 2"
+    ]

@@ -61,7 +61,12 @@ class Draft(NamedTuple):
         elif self.verdict is not None and self.verdict.mismatches:
             lines += [str(self.verdict.mismatches[0]), "Correct that op, then: " + self._command]
         else:
-            lines += [f"verifies: {self.verdict}", "Read it against the model's forward before you register it."]
+            lines += [
+                f"verifies: {self.verdict}",
+                "Next: read it against the model's forward, register it, verify it once more, and serve:",
+                f"  {self._command}",
+                "  DBO_ENABLE=1 vllm serve MODEL --tensor-parallel-size 2",
+            ]
         return "\n".join(lines)
 
     def list_facts(self) -> dict[str, Any]:
