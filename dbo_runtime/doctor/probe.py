@@ -62,12 +62,20 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
     from dbo_runtime.vllm_plugin.api.serve_command import make_config
     from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter, list_declines
-    from dbo_runtime.vllm_plugin.install.expectation import check_costs, predict_decline, predict_transport
+    from dbo_runtime.vllm_plugin.install.expectation import (
+        check_costs,
+        list_outlooks,
+        predict_decline,
+        predict_transport,
+    )
     from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
     vllm_config, config = make_config(arguments), read_environment(os.environ)
     declines = list(list_declines(vllm_config, config, choose_adapter(vllm_config)))
     hides_nothing = None if declines else predict_decline(vllm_config, config)
+    has_file = bool(config.costs) and not config.calibrate
+    misfit = check_costs(vllm_config, config) if has_file else None
+    is_planned = has_file and misfit is None and not declines and hides_nothing is None
     return {
         "architecture": vllm_config.model_config.architecture,
         "platform": get_device_type(),
@@ -75,7 +83,8 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "declines": [str(decline) for decline in declines],
         "transport": predict_transport(vllm_config),
         "hides nothing": None if hides_nothing is None else str(hides_nothing),
-        "misfit": check_costs(vllm_config, config) if config.costs and not config.calibrate else None,
+        "misfit": misfit,
+        "outlook": list_outlooks(vllm_config, config) if is_planned else [],
         "notes": list(get_platform().describe(vllm_config)),
     }
 

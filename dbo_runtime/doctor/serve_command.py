@@ -63,6 +63,7 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
             if facts["misfit"]
             else []
         ),
+        *(Finding("command", "warn" if "will be split:" in text else "info", text) for text in facts["outlook"]),
         *(Finding("command", "info", note) for note in facts["notes"]),
     ]
 

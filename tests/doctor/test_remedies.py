@@ -100,7 +100,14 @@ def test_a_reason_is_found_with_its_detail_and_another_is_not() -> None:
 
 
 def test_the_doctor_says_what_to_do_about_what_prevents_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"architecture": "A", "platform": "cpu", "parallel": {"tensor": 2}, "notes": [], "misfit": None}
+    facts = {
+        "architecture": "A",
+        "platform": "cpu",
+        "parallel": {"tensor": 2},
+        "notes": [],
+        "misfit": None,
+        "outlook": [],
+    }
     declines = ["vllm-ascend is not installed", "something new"]
     monkeypatch.setattr(serve_command, "run_probe", lambda *_: {**facts, "declines": declines})
     _, known, unknown = check_serve_command(ServeCommand({}, ("DIR",)), {})

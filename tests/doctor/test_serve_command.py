@@ -77,6 +77,16 @@ def test_costs_of_another_layout_are_a_warning(monkeypatch: pytest.MonkeyPatch) 
     assert (first.state, second.state, second.found) == ("ok", "warn", "tensor is 2, here it is 4")
 
 
+def test_costs_by_which_nothing_will_be_split_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [
+        "With these costs no prefill up to 8192 tokens will be split: why.",
+        "With these costs prefills from 512 ...",
+    ]
+    facts = {"parallel": {**ALONE, "tensor": 4}, "declines": [], "outlook": told}
+    _, *found = check(facts, monkeypatch)
+    assert [(finding.state, finding.found) for finding in found] == [("warn", told[0]), ("info", told[1])]
+
+
 def test_a_package_that_is_missing_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = check({"error": "ModuleNotFoundError: No module named 'mooncake'", "missing": "mooncake"}, monkeypatch)
     assert (finding.state, finding.found) == ("fail", "not checked: mooncake is not installed here")
@@ -96,7 +106,7 @@ def test_what_a_platforms_defaults_mean_is_told_at_last(monkeypatch: pytest.Monk
 
 def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return the findings where the process that imports vLLM reports these facts."""
-    usual = {"transport": "device", "hides nothing": None, "misfit": None, "notes": []}
+    usual = {"transport": "device", "hides nothing": None, "misfit": None, "outlook": [], "notes": []}
     answer = {"architecture": "SomeForCausalLM", "platform": "npu", **usual, **facts}
     monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)
     return check_serve_command(ServeCommand({}, ("model",)), {})

@@ -11,6 +11,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_file import load_costs, name_stage_file
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.vllm_plugin.api.identity import count_hosts, describe_model, describe_parallel
+from dbo_runtime.vllm_plugin.calibration.outlook import describe_outlook
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
@@ -38,15 +39,30 @@ def predict_decline(vllm_config: VllmConfig, config: RuntimeConfig) -> Decline |
 
 def check_costs(vllm_config: VllmConfig, config: RuntimeConfig) -> str | None:
     """Return why the cost file will not be used, as far as that is known before the start; None if it will be."""
-    count = vllm_config.parallel_config.pipeline_parallel_size
+    stages = _list_stages(vllm_config)
     try:
-        for number in range(count):
-            stage = f"pp{number}" if count > 1 else None
+        for number, stage in enumerate(stages):
             path = name_stage_file(config.costs, stage)
-            _check_fits(load_costs(path), path, vllm_config, {"pipeline": count, "stage": number} if stage else {})
+            place = {} if stage is None else {"pipeline": len(stages), "stage": number}
+            _check_fits(load_costs(path), path, vllm_config, place)
     except ConfigError as error:
         return str(error)
     return None
+
+
+def list_outlooks(vllm_config: VllmConfig, config: RuntimeConfig) -> list[str]:
+    """Return what the costs in the file of each stage will split, or why nothing; `auto` only."""
+    if config.mode != "auto":
+        return []
+    paths = [name_stage_file(config.costs, stage) for stage in _list_stages(vllm_config)]
+    largest = vllm_config.scheduler_config.max_num_batched_tokens
+    return [describe_outlook(load_costs(path), largest, path) for path in paths]
+
+
+def _list_stages(vllm_config: VllmConfig) -> list[str | None]:
+    """Return the names of the stages of a pipeline, which have cost files of their own; [None] without one."""
+    count = vllm_config.parallel_config.pipeline_parallel_size
+    return [f"pp{number}" for number in range(count)] if count > 1 else [None]
 
 
 def _check_fits(table: CostTable, path: str, vllm_config: VllmConfig, stage: dict[str, int]) -> None:
