@@ -111,8 +111,10 @@ def check_prefix_cache(
         for request in range(earlier.first_request, earlier.last_request):
             first = 0 if window is None else max(int(computed[request]) - window, 0) // block_size
             read = block_table[request, first : computed[request] // block_size]
-            own = written.get(request)  # set for a request that is cut inside: its tail is no prefix of its head
-            if np.isin(read, by_all if own is None else np.setdiff1d(by_all, own)).any():
+            by_others = by_all
+            if request in written:  # it is cut inside, and its tail is no prefix of its head
+                by_others = np.concatenate([[], *(blocks for other, blocks in written.items() if other != request)])
+            if np.isin(read, by_others).any():
                 return Decline("a request reads prefix-cache blocks that a later micro-batch writes")
     return None
 
