@@ -62,7 +62,7 @@ class ServedModel:
             if self.costs is not None:
                 self.costs.prepare(runtime.config)
             decline = self.forward.start_serving(is_final)
-            if self.announcement is not None:
+            if self.announcement is not None and self.forward.decider.refusal is None:  # which is in the log already
                 self.announcement.make(decline)
         if self.encoder is not None:
             self.encoder.start_serving()

@@ -80,7 +80,7 @@ def test_an_op_that_raises_is_named_and_serving_goes_on(one_rank: Engine, forwar
         r"while running op 'moe', layer 1, micro-batch 1, lane 'compute', declared at (.+layers\.py):(\d+)", note
     )
     assert found is not None, note
-    assert "p.compute(name" in linecache.getline(found[1], int(found[2]))
+    assert 'p.compute("moe"' in linecache.getline(found[1], int(found[2]))
     assert_serves_on(one_rank, threads)
 
 
