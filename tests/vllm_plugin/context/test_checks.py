@@ -158,7 +158,7 @@ def test_a_decode_with_drafts_cut_inside_may_read_its_own_blocks() -> None:
 
 
 def test_a_short_prefill_cut_inside_declines_on_a_hit_on_blocks_that_another_request_writes_later() -> None:
-    """It counts as a decode with drafts. Its tail could then have begun in the block of the hit, but does not write it."""
+    """It counts as a decode with drafts, whose tail could have begun in the block of the hit."""
     query_lens, computed, blocks = [4, 2, 6], [0, 4, 0], [[4], [5, 6], [5, 7]]
     assert find(query_lens, computed, blocks, 5, drafts=2) == DECLINE
 
