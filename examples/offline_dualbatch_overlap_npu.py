@@ -119,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
         help="link between two CPU ranks: between hosts made of network namespaces, emulated, or none, on one host "
         "(default: auto on cpu, the first of these that can be had; none with --pictures and on npu)",
     )
-    parser.add_argument("--rate", default="500mbit", help="rate of the link, in the words of tc (default: 500mbit)")
+    parser.add_argument("--rate", default="200mbit", help="rate of the link, in the words of tc (default: 200mbit)")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     add_node_arguments(parser)
     arguments = parser.parse_args()

@@ -140,8 +140,8 @@ def test_a_report_reads_as_a_table() -> None:
     report = Report(31.6, "0123", {"attention": 0.0613}, errors, 0.034, {"comm": 1.5}, largest=512, left_out=3)
     assert str(report).splitlines() == [
         "calibrated in 32 s; costs 0123",
-        "half of the measured steps are within 100.0% of what the costs predict: too much to trust small gains; calibrate "
-        "with nothing else running; median errors of the fit against the measured points:",
+        "half of the measured steps are within 100.0% of what the costs predict: too much to trust small gains; "
+        "calibrate with nothing else running; median errors of the fit against the measured points:",
         "  attention              6.1%",
         "  unsplit step           5.0%",
         "  split step           100.0%",
