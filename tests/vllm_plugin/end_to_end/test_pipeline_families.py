@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from dbo_runtime.adapters.contract import StageAdapter
+from dbo_runtime.adapters.registry import get_backbone_adapter
 from dbo_runtime.observe.timeline import Timeline
 from tests.support.vllm.costs import calibrate_few, forget_costs
 from tests.support.vllm.engine import Engine
@@ -36,7 +38,13 @@ def start_family(
     return engines.start(ranks, cores, model, pipeline_parallel_size=stages, **defaults, **options)
 
 
-@pytest.fixture(scope="module", params=OURS)
+def takes_stages(name: str) -> bool:
+    """Return whether the family's adapter declares stages; a pipeline of the others is declined by name."""
+    adapter = get_backbone_adapter(name)
+    return isinstance(adapter, StageAdapter) and adapter.takes_stages
+
+
+@pytest.fixture(scope="module", params=[name for name in OURS if takes_stages(name)])
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
 ) -> Iterator[Engine]:
