@@ -140,7 +140,9 @@ FAMILIES = {  # by architecture
     "CohereForCausalLM": Family("cohere", {**ATTENTION, **IDS, "use_qk_norm": True}),
     "Cohere2ForCausalLM": Family("cohere2", {**ATTENTION, **SLIDING, **IDS}),
     "Exaone4ForCausalLM": Family("exaone4", {**ATTENTION, **SLIDING, "sliding_window_pattern": 2}),
-    "Gemma2ForCausalLM": Family("gemma2", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
+    "Gemma2ForCausalLM": Family(
+        "gemma2", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+    ),
     "Gemma3ForCausalLM": Family("gemma3_text", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
     "Glm4ForCausalLM": Family("glm4", {**ATTENTION, **IDS}),
     "GraniteForCausalLM": Family(
