@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return _answer(words)
         finally:
-            sys.stdout.flush()  # raises here, and not at the interpreter's end, if nobody reads any more
+            sys.stdout.flush()  # raises here, and not at the interpreter's end, if the pipe is closed
     except BrokenPipeError:
         _discard_output()
         return BROKEN_PIPE

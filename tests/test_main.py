@@ -515,7 +515,7 @@ def wait_for(path: Path, seconds: float = 60.0) -> str:
 
 @pytest.mark.parametrize(
     ("words", "status"),
-    [(["plan", "--list"], program.BROKEN_PIPE), (["--help"], 0)],  # argparse itself overlooks that nobody reads
+    [(["plan", "--list"], program.BROKEN_PIPE), (["--help"], 0)],  # argparse itself overlooks a closed pipe
 )
 def test_a_reader_that_leaves_early_gets_no_traceback(words: list[str], status: int) -> None:
     read, write = os.pipe()

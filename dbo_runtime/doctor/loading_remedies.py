@@ -14,7 +14,7 @@ LOADING_REMEDIES = (
     ),
     Remedy(
         ("no adapter is registered",),
-        "nobody has said where this architecture communicates",
+        "no adapter says where this architecture communicates",
         "`dbo adapter new ARCHITECTURE` drafts an adapter (docs/write-an-adapter.md), or try DBO_GENERIC=1",
     ),
     Remedy(

@@ -82,9 +82,9 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "parallel": list_parallel_sizes(vllm_config),
         "declines": [str(decline) for decline in declines],
         "transport": predict_transport(vllm_config),
-        "hides nothing": None if hides_nothing is None else str(hides_nothing),
+        "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,
-        "outlook": list_outlooks(vllm_config, config) if is_planned else [],
+        "outlooks": list_outlooks(vllm_config, config) if is_planned else [],
         "notes": list(get_platform().describe(vllm_config)),
     }
 

@@ -13,10 +13,6 @@ from dbo_runtime.doctor.remedies import find_remedies
 from dbo_runtime.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_TRY = (
-    "spread ranks over hosts, or serve on chips, whose links work while they compute; or set DBO_MODE=always to see "
-    "split steps that gain nothing"
-)
 _UNKNOWN = "if the launcher puts all ranks on one host, `auto` splits nothing"
 USAGE = "dbo doctor -- [NAME=VALUE ...] vllm serve MODEL [OPTIONS]"
 
@@ -63,7 +59,7 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
             if facts["misfit"]
             else []
         ),
-        *(Finding("command", "warn" if "will be split:" in text else "info", text) for text in facts["outlook"]),
+        *(Finding("command", "info" if splits else "warn", text) for splits, text in facts["outlooks"]),
         *(Finding("command", "info", note) for note in facts["notes"]),
     ]
 
@@ -86,10 +82,10 @@ def _describe_layout(facts: Mapping[str, Any]) -> Finding:
     found = f"{facts['architecture']} on {facts['platform']}, {layout}"
     if facts["declines"]:
         return Finding("command", "info", f"{found}: every step would run unsplit")
+    unsplit = facts["hides_nothing"]
+    if unsplit:
+        return Finding("command", "fail", f"{found}: every step would run unsplit: {unsplit}", _advise(unsplit))
     overlaps = list_overlaps(sizes)
-    if facts["hides nothing"]:
-        remedy = _TRY if overlaps else "spread layers over ranks, as with --tensor-parallel-size"
-        return Finding("command", "fail", f"{found}: every step would run unsplit: {facts['hides nothing']}", remedy)
     if not overlaps:
         return Finding("command", "warn", f"{found}: steps may be split, but there is no communication to hide")
     where = f"; {_UNKNOWN}" if facts["transport"] is None else ""

@@ -8,7 +8,8 @@ STEP_REMEDIES = (
     Remedy(
         ("no communication to hide",),
         "ranks share memory on one host, or each layer is on one rank: there is nothing to gain",
-        "nothing; DBO_MODE=always splits all the same, to try it",
+        "spread layers over ranks (--tensor-parallel-size) of several hosts, or of chips, whose links work while they "
+        "compute; DBO_MODE=always splits all the same, to try it",
     ),
     Remedy(("DBO_MODE is off",), "you said so", "DBO_MODE=auto"),
     Remedy(("starting up",), "vLLM profiles, compiles and warms up with unsplit steps", "nothing; it ends"),

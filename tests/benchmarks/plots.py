@@ -73,7 +73,7 @@ def draw_section(section: str, page: Path = PAGE, folder: Path = IMAGES) -> Path
 
 
 def find_section(text: str, name: str) -> str:
-    """Return what stands between a section's markers."""
+    """Return the text between a section's markers."""
     return text.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
 
 

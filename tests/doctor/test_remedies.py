@@ -106,7 +106,7 @@ def test_the_doctor_says_what_to_do_about_what_prevents_splitting(monkeypatch: p
         "parallel": {"tensor": 2},
         "notes": [],
         "misfit": None,
-        "outlook": [],
+        "outlooks": [],
     }
     declines = ["vllm-ascend is not installed", "something new"]
     monkeypatch.setattr(serve_command, "run_probe", lambda *_: {**facts, "declines": declines})

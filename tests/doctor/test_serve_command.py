@@ -13,6 +13,7 @@ from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command, 
 from dbo_runtime.errors import ConfigError
 from tests.support.surroundings import Surroundings
 
+NOTHING = "no communication to hide (why)"
 ALONE = {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1}
 
 
@@ -48,8 +49,8 @@ def test_what_would_overlap_is_named(sizes: dict[str, int], found: str, monkeypa
 def test_without_communication_in_layers_the_remedy_is_to_spread_them(
     sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (finding,) = check({"parallel": {**ALONE, **sizes}, "declines": [], "hides nothing": "why"}, monkeypatch)
-    assert (finding.state, "every step would run unsplit: why" in finding.found) == ("fail", True)
+    (finding,) = check({"parallel": {**ALONE, **sizes}, "declines": [], "hides_nothing": NOTHING}, monkeypatch)
+    assert (finding.state, f"every step would run unsplit: {NOTHING}" in finding.found) == ("fail", True)
     assert "--tensor-parallel-size" in finding.remedy
 
 
@@ -59,9 +60,9 @@ def test_splitting_without_communication_is_a_warning(monkeypatch: pytest.Monkey
 
 
 def test_ranks_whose_communication_hides_nothing_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"parallel": {**ALONE, "tensor": 2}, "declines": [], "transport": "shared memory", "hides nothing": "why"}
+    facts = {"parallel": {**ALONE, "tensor": 2}, "declines": [], "transport": "shared memory", "hides_nothing": NOTHING}
     (finding,) = check(facts, monkeypatch)
-    assert (finding.state, "every step would run unsplit: why" in finding.found) == ("fail", True)
+    assert (finding.state, f"every step would run unsplit: {NOTHING}" in finding.found) == ("fail", True)
     assert "DBO_MODE=always" in finding.remedy
 
 
@@ -82,7 +83,7 @@ def test_costs_by_which_nothing_will_be_split_are_a_warning(monkeypatch: pytest.
         "With these costs no prefill up to 8192 tokens will be split: why.",
         "With these costs prefills from 512 ...",
     ]
-    facts = {"parallel": {**ALONE, "tensor": 4}, "declines": [], "outlook": told}
+    facts = {"parallel": {**ALONE, "tensor": 4}, "declines": [], "outlooks": [(False, told[0]), (True, told[1])]}
     _, *found = check(facts, monkeypatch)
     assert [(finding.state, finding.found) for finding in found] == [("warn", told[0]), ("info", told[1])]
 
@@ -106,7 +107,7 @@ def test_what_a_platforms_defaults_mean_is_told_at_last(monkeypatch: pytest.Monk
 
 def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return the findings where the process that imports vLLM reports these facts."""
-    usual = {"transport": "device", "hides nothing": None, "misfit": None, "outlook": [], "notes": []}
+    usual = {"transport": "device", "hides_nothing": None, "misfit": None, "outlooks": [], "notes": []}
     answer = {"architecture": "SomeForCausalLM", "platform": "npu", **usual, **facts}
     monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)
     return check_serve_command(ServeCommand({}, ("model",)), {})

@@ -41,7 +41,7 @@ class Browser:
 
     Attributes:
         program: its path.
-        folder: where profiles are made.
+        folder: folder of the profiles.
     """
 
     program: str

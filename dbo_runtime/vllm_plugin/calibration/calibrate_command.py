@@ -17,7 +17,7 @@ from dbo_runtime.setting_sources import make_switch
 from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
 from dbo_runtime.vllm_plugin.api.engine_log import keep_log
 from dbo_runtime.vllm_plugin.api.interrupt import end_children_on_interrupt
-from dbo_runtime.vllm_plugin.calibration.outlook import describe_outlook
+from dbo_runtime.vllm_plugin.calibration.outlook import find_outlook
 from dbo_runtime.vllm_plugin.calibration.report import Report
 
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = Report(**fields)
         path = name_stage_file(arguments.output, report.stage)
         print(report)
-        print(describe_outlook(load_costs(path), report.largest, path))
+        print(find_outlook(load_costs(path), report.largest, path).text)
     print(f"serve with it: {ENABLE}=1 DBO_COSTS={arguments.output} vllm serve {arguments.model} ...")
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
@@ -21,8 +23,20 @@ REMEDY = (
 )
 
 
-def describe_outlook(table: CostTable, largest: int, path: str) -> str:
-    """Return what serving with these costs will split, or why nothing and what to do about it.
+class Outlook(NamedTuple):
+    """What serving with a file of costs will split.
+
+    Attributes:
+        splits: whether any prefill will be split.
+        text: sizes of what will be split, with the largest gain; or why nothing will, and what to do about it.
+    """
+
+    splits: bool
+    text: str
+
+
+def find_outlook(table: CostTable, largest: int, path: str) -> Outlook:
+    """Return what serving with these costs will split.
 
     Args:
         table: the costs.
@@ -37,15 +51,17 @@ def describe_outlook(table: CostTable, largest: int, path: str) -> str:
     )
     decline = check_transport(table.provenance.machine.get("transport", ""), "auto", True, planner.can_use_side)
     if decline is not None:
-        return f"With these costs nothing will be split: {decline}.\n{REMEDY}"
+        return Outlook(False, f"With these costs nothing will be split: {decline}.\n{REMEDY}")
     choices = {tokens: _choose(planner, table, tokens) for tokens in _list_sizes(largest)}
     split = {tokens: choice.prediction for tokens, choice in choices.items() if isinstance(choice, SplitChoice)}
     more = f"More: dbo plan --costs {path} --sweep tokens"
     if not split:
         last = choices[max(choices)]
-        return f"With these costs no prefill up to {max(choices)} tokens will be split: {last}.\n{REMEDY}\n{more}"
+        text = f"With these costs no prefill up to {max(choices)} tokens will be split: {last}.\n{REMEDY}\n{more}"
+        return Outlook(False, text)
     best = max(split, key=lambda tokens: split[tokens].gain)
-    return f"With these costs prefills from {min(split)} tokens will be split; {_describe(best, split[best])}.\n{more}"
+    text = f"With these costs prefills from {min(split)} tokens will be split; {_describe(best, split[best])}.\n{more}"
+    return Outlook(True, text)
 
 
 def _choose(planner: Planner, table: CostTable, tokens: int) -> SplitChoice | Decline:

@@ -11,7 +11,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.planner.costs.cost_file import load_costs, name_stage_file
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.vllm_plugin.api.identity import count_hosts, describe_model, describe_parallel
-from dbo_runtime.vllm_plugin.calibration.outlook import describe_outlook
+from dbo_runtime.vllm_plugin.calibration.outlook import Outlook, find_outlook
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ def check_costs(vllm_config: VllmConfig, config: RuntimeConfig) -> str | None:
     return None
 
 
-def list_outlooks(vllm_config: VllmConfig, config: RuntimeConfig) -> list[str]:
+def list_outlooks(vllm_config: VllmConfig, config: RuntimeConfig) -> list[Outlook]:
     """Return what the costs in the file of each stage will split, or why nothing; `auto` only."""
     if config.mode != "auto":
         return []
     paths = [name_stage_file(config.costs, stage) for stage in _list_stages(vllm_config)]
     largest = vllm_config.scheduler_config.max_num_batched_tokens
-    return [describe_outlook(load_costs(path), largest, path) for path in paths]
+    return [find_outlook(load_costs(path), largest, path) for path in paths]
 
 
 def _list_stages(vllm_config: VllmConfig) -> list[str | None]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.lab.whatif.scale import parse_bandwidth, scale_bandwidth, set_layers
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.vllm_plugin.calibration.outlook import describe_outlook
+from dbo_runtime.vllm_plugin.calibration.outlook import find_outlook
 from dbo_runtime.vllm_plugin.calibration.report import Report
 
 TABLE = set_layers(get_case("a3-layer-4894").table, (4,))
@@ -18,14 +18,18 @@ def connect(table: CostTable, transport: str) -> CostTable:
 
 
 def test_the_smallest_split_and_the_largest_gain_are_told() -> None:
-    said, more = describe_outlook(connect(TABLE, "network"), 8192, "costs.json").splitlines()
+    splits, text = find_outlook(connect(TABLE, "network"), 8192, "costs.json")
+    said, more = text.splitlines()
+    assert splits
     assert said.startswith("With these costs prefills from ")
     assert " tokens will be split; the largest predicted gain is that of 8192 tokens: " in said
     assert more == "More: dbo plan --costs costs.json --sweep tokens"
 
 
 def test_shared_memory_of_one_host_is_a_reason_with_a_remedy() -> None:
-    said, remedy = describe_outlook(connect(TABLE, "shared memory"), 8192, "costs.json").splitlines()
+    splits, text = find_outlook(connect(TABLE, "shared memory"), 8192, "costs.json")
+    said, remedy = text.splitlines()
+    assert not splits
     assert said.startswith(
         "With these costs nothing will be split: no communication to hide (all ranks are on one host"
     )
@@ -34,7 +38,9 @@ def test_shared_memory_of_one_host_is_a_reason_with_a_remedy() -> None:
 
 def test_a_network_that_is_too_fast_is_a_reason_with_a_remedy() -> None:
     fast = connect(scale_bandwidth(TABLE, parse_bandwidth("1000x")), "network")
-    said, remedy, _ = describe_outlook(fast, 1024, "costs.json").splitlines()
+    splits, text = find_outlook(fast, 1024, "costs.json")
+    said, remedy, _ = text.splitlines()
+    assert not splits
     assert said.startswith("With these costs no prefill up to 1024 tokens will be split: no gain predicted (")
     assert "DBO_MODE=always" in remedy
 
@@ -42,7 +48,7 @@ def test_a_network_that_is_too_fast_is_a_reason_with_a_remedy() -> None:
 def test_data_parallel_ranks_are_asked_together() -> None:
     table = connect(TABLE, "network")
     parallel = replace(table, provenance=replace(table.provenance, parallel={"data": 2}))
-    assert describe_outlook(parallel, 8192, "costs.json").startswith("With these costs prefills from ")
+    assert find_outlook(parallel, 8192, "costs.json").text.startswith("With these costs prefills from ")
 
 
 def test_a_report_says_in_words_how_good_the_fit_is() -> None:
