@@ -29,6 +29,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cores import share_cores
+from two_hosts import add_node_arguments
+
 TINY = str(Path(__file__).resolve().parent / "tiny-deepseek")
 TINY_VISION = str(Path(__file__).resolve().parent / "tiny-qwen-vl")
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
@@ -77,8 +80,6 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    from two_hosts import add_node_arguments
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "npu"), default="cpu", help="where vLLM runs (default: cpu)")
     parser.add_argument(
@@ -143,14 +144,6 @@ def run(arguments: argparse.Namespace, result: Path, settings: dict[str, str]) -
         return None
     found: dict[str, Any] = json.loads(result.read_text())
     return found
-
-
-def share_cores(ranks: int) -> str:
-    """Return each rank's cores in vLLM's notation, such as "0,1|2,3": unbound, ranks get in each other's way."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // ranks)
-    shares = [[cores[(rank * each + n) % len(cores)] for n in range(each)] for rank in range(ranks)]
-    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -233,7 +226,7 @@ def report(arguments: argparse.Namespace, without: dict[str, Any], overlapped: d
         print(
             "All ranks are on one host, where there is next to no communication to hide. Splitting was forced to show\n"
             "how it works (DBO_MODE=always) and cannot gain here; `auto` would have left every step unsplit.\n"
-            "`make demo-two-hosts` shows the gain where there is something to hide."
+            "`make demo` shows the gain where there is something to hide."
         )
     return 1 if different else 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import textwrap
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from compare_modes import MODES, draw_timeline, time_modes
-from network_hosts import NetworkError, TwoHosts, become_root_of_namespaces, check_requirements, read_rate
-from two_hosts import run_nodes
+from cores import share_cores
+from network_hosts import NetworkError, TwoHosts, become_root_of_namespaces, read_rate
+from two_hosts import leave, run_nodes
 from two_nodes import OPTIONS, join_tensor_parallel, let_workers_go_first
 
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
@@ -54,28 +56,29 @@ def _delay(all_reduce: Any, bits_per_second: float) -> Any:
 
 
 def demonstrate(program: Path, arguments: argparse.Namespace, prompts: list[str]) -> int:
-    """Compare the modes over a link of `arguments.rate`; return 1 if any answer differs."""
+    """Compare the modes over a link of `arguments.rate`; return 1 if any answer differs.
+
+    On two hosts, either of them runs *program* again as a node.
+    """
     if arguments.node is not None:
         return show(arguments, prompts, join_tensor_parallel(arguments, _limit(arguments)))
-    if arguments.link != "emulated":
-        become_root_of_namespaces()
-        try:
-            check_requirements()
-        except NetworkError as error:
-            if arguments.link == "namespaces":
-                print(f"error: {error}", file=sys.stderr)
-                return 1
-            print(f"{error} The link is emulated instead.", file=sys.stderr)
-        else:
-            with TwoHosts(arguments.rate) as hosts:
-                return run_nodes(program, hosts, Path(arguments.model), QUIET)
+    if arguments.link == "emulated":
+        return emulate(arguments, prompts)
+    become_root_of_namespaces()
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        with TwoHosts(arguments.rate) as hosts:
+            return run_nodes(program, hosts, Path(arguments.model), QUIET)
+    except NetworkError as error:
+        print(f"error: {error}", file=sys.stderr)
+    if arguments.link == "namespaces":
+        return 1
+    print("The link is emulated instead.", file=sys.stderr)
     return emulate(arguments, prompts)
 
 
 def emulate(arguments: argparse.Namespace, prompts: list[str]) -> int:
     """Compare the modes on one host whose reduces wait."""
-    from offline_dualbatch_overlap_npu import share_cores
-
     variables = {
         **QUIET,
         "VLLM_ASCEND_ENABLE_DBO": "1",
@@ -97,11 +100,11 @@ def _limit(arguments: argparse.Namespace) -> dict[str, Any]:
 def show(arguments: argparse.Namespace, prompts: list[str], options: dict[str, Any]) -> int:
     """Start an engine, and print answers, times and the lanes of a step; return 1 if any answer differs.
 
-    Both nodes of two hosts come here, and the second never returns from its options.
+    Of two hosts, the first comes here; the second has become a server that follows.
     """
     from vllm import LLM
 
-    is_emulated = "slow_link" in options["worker_extension_cls"]
+    is_emulated = arguments.node is None  # there are no hosts
     print("starting vLLM on both ranks ...", file=sys.stderr, flush=True)
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
     if is_emulated:

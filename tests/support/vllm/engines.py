@@ -143,6 +143,6 @@ def find_transport() -> str:
 
 def share_cores() -> str:
     """Return one core for each of two ranks, as the demo does."""
-    from examples.offline_dualbatch_overlap_npu import share_cores
+    from examples.cores import share_cores
 
     return share_cores(2)
