@@ -180,7 +180,7 @@ def test_a_case_is_found_by_name_and_a_file_by_path(tmp_path: Path) -> None:
     assert open_costs("r1-decode-910c")[1] == Batch((1,) * 96, 0, context_lens=(4096,) * 96)
     save_costs(make_table(), tmp_path / "mine.json")
     assert open_costs(str(tmp_path / "mine.json")) == (make_table(), None)
-    with pytest.raises(ConfigError, match="neither a file nor a published case; known are a3-layer-4894"):
+    with pytest.raises(ConfigError, match="neither a file nor a published case; did you mean a3-layer-4894"):
         open_costs("a4-layer")
     with pytest.raises(ConfigError, match=r"cost file a4\.json cannot be read"):
         open_costs("a4.json")

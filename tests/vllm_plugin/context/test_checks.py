@@ -163,12 +163,14 @@ def test_a_short_prefill_cut_inside_declines_on_a_hit_on_blocks_that_another_req
     assert find(query_lens, computed, blocks, 5, drafts=2) == DECLINE
 
 
-@settings(max_examples=scale(300))
+@settings(max_examples=scale(4000))  # one example in 200 has a decode that is cut inside and has a hit, too
 @given(st.data())
 def test_it_declines_wherever_a_token_would_read_too_early_for_any_number_of_accepted_drafts(
     data: st.DataObject,
 ) -> None:
-    query_lens, computed, blocks, block_size, cuts = data.draw(steps_with_hits())
+    query_lens, computed, blocks, block_size, cuts = data.draw(
+        steps_with_hits(requests=3, longest=3)
+    )  # nearly all count as decodes
     drafts = data.draw(st.integers(1, 3))
     excess = [
         data.draw(st.integers(0, min(drafts, count))) if length <= 1 + drafts else 0
@@ -180,11 +182,13 @@ def test_it_declines_wherever_a_token_would_read_too_early_for_any_number_of_acc
 
 
 @st.composite
-def steps_with_hits(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[int]], int, list[int]]:
+def steps_with_hits(
+    draw: st.DrawFn, requests: int = 5, longest: int = 9
+) -> tuple[list[int], list[int], list[list[int]], int, list[int]]:
     """Return query lengths, computed tokens, blocks, block size and cuts, with prefix-cache hits as vLLM makes them."""
     block_size = draw(st.integers(1, 4))
-    rows = range(draw(st.integers(2, 5)))
-    query_lens = [draw(st.integers(1, 9)) for _ in rows]
+    rows = range(draw(st.integers(2, requests)))
+    query_lens = [draw(st.integers(1, longest)) for _ in rows]
     computed = [draw(st.sampled_from([0, block_size, 2 * block_size, 2 * block_size + 1])) for _ in rows]
     lengths = [query + count for query, count in zip(query_lens, computed, strict=True)]
     blocks = [[100 * row + column for column in range(-(-lengths[row] // block_size))] for row in rows]
