@@ -19,21 +19,19 @@ from typing import Any
 
 import torch
 from tiny_tasks import KINDS, Task, held_out, training_stream
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tiny_tokenizer import EOS, IGNORED, PAD, build_tokenizer, encode
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 OUT = Path(__file__).parent / "tiny-deepseek"
-BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 CONTEXT = 4096  # positions
 HEADS = 4  # of attention
 TRAINED = {"qk_nope_head_dim": 32, "v_head_dim": 32}  # sizes of a head: the tasks need no larger ones
 SAVED = {"qk_nope_head_dim": 64, "v_head_dim": 128}  # the smallest that FlashAttention's prefill takes on CUDA
 BATCH = 192  # tasks of one optimizer step
 CHUNK = 64  # tasks that are padded to one length
-IGNORED = -100  # target of a position without loss
 LONGEST_ANSWER = 10  # tokens: 8 letters, the end, and one more so that a wrong answer can run on
 
 ADAMW_RATE = 3e-3
@@ -48,20 +46,6 @@ BALANCE_END = 0.9  # of all steps
 # and a fault in the routed experts would leave all answers right; far slower still, and the shared expert would idle.
 SHARED_EXPERT_PACE = 0.4
 DENSE_LAYER_PACE = 0.3
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per byte that puts ``<s>`` before every text."""
-    special = [BOS, EOS, PAD]
-    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
-    tokenizer.add_special_tokens(special)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=CONTEXT
-    )
 
 
 def describe_rotary_embedding() -> dict[str, Any]:
@@ -191,16 +175,6 @@ class ExpertBalancer:
             load.zero_()
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> tuple[Tensor, Tensor]:
-    """Turn tasks into inputs and targets, each [tasks, positions]; only the answer and its end have targets."""
-    texts = [task.prompt + task.answer + EOS for task in tasks]
-    tokens = tokenizer(texts, padding=True, return_tensors="pt").input_ids
-    prompt_length = torch.tensor([len(task.prompt) for task in tasks])[:, None]
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    in_prompt = torch.arange(targets.shape[1]) < prompt_length
-    return inputs, targets.masked_fill(in_prompt | (targets == tokenizer.pad_token_id), IGNORED)
-
-
 def draw_batch(tokenizer: PreTrainedTokenizerFast, stream: Iterator[Task]) -> list[tuple[Tensor, Tensor]]:
     """Draw the tasks of one step, encoded in chunks of similar length, which wastes little on padding."""
     tasks = sorted(itertools.islice(stream, BATCH), key=lambda task: len(task.prompt + task.answer))
@@ -306,7 +280,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)  # the matrices are too small to share out
     torch.manual_seed(arguments.seed)
-    tokenizer, model = build_tokenizer(), build_model()
+    tokenizer, model = build_tokenizer(CONTEXT), build_model()
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters", flush=True)
     train(model, tokenizer, arguments.steps, arguments.seed)
     save(model, tokenizer, arguments.out)

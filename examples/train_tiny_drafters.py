@@ -20,18 +20,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tiny_tasks import held_out, training_stream
+from tiny_tokenizer import IGNORED, encode
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from train_tiny_deepseek import (
     BALANCE_END,
     BALANCE_RATE,
-    IGNORED,
     OUT,
     TRAINED,
     ExpertBalancer,
     build_optimizers,
     draw_batch,
-    encode,
     schedule_rate,
     widen,
 )

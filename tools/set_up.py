@@ -10,7 +10,8 @@ changes. With `--ascend` it holds vLLM's CPU build, torch_npu and vllm-ascend to
 machine with the GPU has (`tools/gpu_kit/machine.txt`), torch for CUDA above all, and nothing else: this project and
 vLLM come with the GPU kit.
 
-It is one file, although a long one: any Python runs it by its path, before anything is installed.
+It is one file, although a long one: any Python runs it by its path, before anything is installed, and tests import it
+as a module of `tools`; a second file could not be imported both ways.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.vllm_plugin.api.start_failure import list_problems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +44,4 @@ def report_errors() -> Iterator[None]:
     except SystemExit:  # argparse has printed the reason
         raise ConfigError(printed.getvalue().strip().rpartition("error: ")[2]) from None
     except (ValueError, OSError, NotImplementedError) as error:
-        problems = error.errors() if hasattr(error, "errors") else ()  # pydantic's errors name each field
-        raise ConfigError(
-            "; ".join(problem["msg"].removeprefix("Value error, ") for problem in problems) or str(error)
-        ) from None
+        raise ConfigError(list_problems(error)) from None

@@ -44,7 +44,7 @@ def describe_failure(model: str, log: str, error: BaseException) -> str:
         log: everything that vLLM and its processes printed, tracebacks included.
         error: the error that vLLM raised in this process, or one that says how another process ended.
     """
-    text = _list_problems(error)
+    text = list_problems(error)
     cause = find_cause(f"{log}\n{type(error).__name__}: {text}") or text.partition("\n")[0]
     return f"vLLM fails: {_shorten(cause).rstrip('.')}. {find_remedy(model, cause)}".rstrip()
 
@@ -89,7 +89,7 @@ def suggest_folder(model: str) -> str | None:
     return str(path.with_name(close[0])) if close else None
 
 
-def _list_problems(error: BaseException) -> str:
+def list_problems(error: BaseException) -> str:
     """Return the text of an error; of pydantic's, what each field has to say."""
     problems = error.errors() if hasattr(error, "errors") else ()
     return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in problems) or str(error)
