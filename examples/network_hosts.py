@@ -128,11 +128,11 @@ def become_root_of_namespaces() -> None:
     There, and nowhere else, it may make hosts. They vanish with its last process.
     """
     os.environ["PATH"] += os.pathsep + os.pathsep.join(TOOLS_OF_ROOT)
-    words = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", f'{MAKE_ROOM} && exec "$@"', "sh"]
-    probe = f"{MAKE_ROOM} && {TRY_HOST}"
-    if os.geteuid() == 0 or subprocess.run([*words[:7], probe], capture_output=True).returncode:
+    if os.geteuid() == 0 or shutil.which("unshare") is None:
         return
-    os.execvp(words[0], [*words, sys.executable, *sys.argv])
+    shell = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c"]
+    if subprocess.run([*shell, f"{MAKE_ROOM} && {TRY_HOST}"], capture_output=True).returncode == 0:
+        os.execvp(shell[0], [*shell, f'{MAKE_ROOM} && exec "$@"', "sh", sys.executable, *sys.argv])
 
 
 def check_requirements() -> None:
