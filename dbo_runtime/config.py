@@ -71,13 +71,22 @@ class RuntimeConfig:
         "`auto` splits a step if there is communication to hide and splitting is faster, as predicted if costs are "
         "known, or else as the thresholds say; `always` splits every step that can be split; `off` splits none.",
     )
+    split: str = _setting(
+        "DBO_SPLIT",
+        "micro",
+        allow_names("auto", "micro", "nano"),
+        "each step",
+        "What a step is split into: `micro`-batches, each with attention metadata of its own; `nano`-batches, which "
+        "only cut ops that take tokens one by one, and leave attention whole; `auto` is nano-batches where a step has "
+        "no micro-batches. Nano-batches are new: they have no predictions from costs yet.",
+    )
     micro_batches: int | None = _setting(
         "DBO_MICRO_BATCHES",
         None,
         PARTS,
         "each step",
         "Number of micro-batches to split a step into; `auto` takes the number with the best prediction if costs are "
-        "known, otherwise 2.",
+        "known, otherwise 2. For nano-batches it is their number, and `auto` is 4.",
     )
     costs: str = _setting(
         "DBO_COSTS",

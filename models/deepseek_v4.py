@@ -54,18 +54,21 @@ class DeepseekV4Adapter:
         decoder = model.model
         layers, tokens = get_layers(decoder), None
         ids = p.input(INPUT_IDS) if any(layer.mlp.hash for layer in layers.values()) else None
+        # Context parallel attention takes a chunk of the step's tokens, which no chunks of nano-batches make up.
+        token_wise = not any(layer.enable_dsa_cp for layer in layers.values())
         if decoder.use_sequence_parallel_moe:
-            x, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2)
-            ids = None if ids is None else p.compute("chunk_ids", collectives.take_chunk, ids, outputs=2)[0]
-        streams = p.compute("streams", partial(_make_streams, decoder.hc_mult), x)
-        recorder = StreamRecorder(p, collectives, positions, ids, tokens)
+            x, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2, token_wise=token_wise)
+            if ids is not None:
+                ids, _ = p.compute("chunk_ids", collectives.take_chunk, ids, outputs=2, token_wise=token_wise)
+        streams = p.compute("streams", partial(_make_streams, decoder.hc_mult), x, token_wise=token_wise)
+        recorder = StreamRecorder(p, collectives, positions, ids, tokens, token_wise)
         for index, layer in layers.items():
             with p.layer(index):
                 streams = recorder.record_layer(layer, streams)
-        streams = record_gather(p, "final_gather", collectives, streams, tokens)
+        streams = record_gather(p, "final_gather", collectives, streams, tokens, token_wise)
         if decoder._needs_mtp_hidden_states:
             p.output(KEPT, streams)
-        hidden: Value = p.compute("head", partial(_finish, decoder), streams)
+        hidden: Value = p.compute("head", partial(_finish, decoder), streams, token_wise=True)
         return hidden
 
     def keep_output(self, model: Any, parts: Sequence[Any]) -> None:

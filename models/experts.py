@@ -19,11 +19,13 @@ class ExpertsRecorder:
         p: builder of the micro-batch's program.
         collectives: the ranks' communication.
         moe: the experts, decomposed.
+        token_wise: whether nano-batches may be dispatched one by one.
     """
 
     p: ProgramBuilder
     collectives: Collectives
     moe: ExpertParallel
+    token_wise: bool = True
 
     def record(self, x: Value, input_ids: Value | None = None) -> Value:
         """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
@@ -33,9 +35,11 @@ class ExpertsRecorder:
         """
         if not self.moe.is_sequence_parallel:
             return self.record_dispatch(x, input_ids=input_ids)
-        chunk, tokens = self.p.compute("chunk", self.collectives.take_chunk, x, outputs=2)
+        chunk, tokens = self.p.compute("chunk", self.collectives.take_chunk, x, outputs=2, token_wise=self.token_wise)
         if input_ids is not None:
-            input_ids, _ = self.p.compute("chunk_ids", self.collectives.take_chunk, input_ids, outputs=2)
+            input_ids, _ = self.p.compute(
+                "chunk_ids", self.collectives.take_chunk, input_ids, outputs=2, token_wise=self.token_wise
+            )
         merged = self.record_dispatch(chunk, tokens, x, input_ids)
         gathered: Value = record_gather(self.p, "gather", self.collectives, merged, tokens)
         return gathered
@@ -58,21 +62,20 @@ class ExpertsRecorder:
         if moe.is_fused:
             assert tokens is not None, "each rank gives its kernels a chunk"
             return self._record_fused(x, tokens, gathered, input_ids)
-        declare = p.may_move_to_side if moe.may_move_to_side else p.compute
+        declare = partial(p.may_move_to_side if moe.may_move_to_side else p.compute, token_wise=self.token_wise)
+        communicate = partial(p.comm, communicator="experts", token_wise=self.token_wise)
         gate = partial(_choose_by_ids, moe) if tokens is None and input_ids is not None else moe.gate
         routing = declare("gate", gate, x, *(value for value in (tokens, input_ids) if value is not None))
         shared: list[Value] = []
         if moe.exchanges_sizes:
-            routing = p.comm("sizes", moe.exchange_sizes, routing, overwrites=(routing,), communicator="experts")
+            routing = communicate("sizes", moe.exchange_sizes, routing, overwrites=(routing,))
             shared = self._record_shared(x, tokens, gathered)
-        received, handle = p.comm(
-            "dispatch", moe.dispatch, x, routing, outputs=2, communicator="experts", host_sync=moe.exchanges_sizes
-        )
+        received, handle = communicate("dispatch", moe.dispatch, x, routing, outputs=2, host_sync=moe.exchanges_sizes)
         if not moe.exchanges_sizes:
             shared = self._record_shared(x, tokens, gathered)
         shared = self._record_scatters(shared)
         routed = declare("experts", moe.experts, received)
-        routed = p.comm("combine", moe.combine, routed, handle, communicator="experts")
+        routed = communicate("combine", moe.combine, routed, handle)
         merged: Value = declare("merge", moe.merge, routed, *shared, overwrites=(routed,))
         return merged
 
@@ -83,8 +86,10 @@ class ExpertsRecorder:
         """
         shared = self._record_scatters(self._record_shared(x, tokens, gathered))
         ids = () if input_ids is None else (input_ids,)
-        routed = self.p.compute("moe", self.moe.run_fused, x, tokens, *ids)
-        merged: Value = self.p.compute("merge", self.moe.merge, routed, *shared, overwrites=(routed,))
+        routed = self.p.compute("moe", self.moe.run_fused, x, tokens, *ids, token_wise=self.token_wise)
+        merged: Value = self.p.compute(
+            "merge", self.moe.merge, routed, *shared, overwrites=(routed,), token_wise=self.token_wise
+        )
         return merged
 
     def _record_scatters(self, shared: list[Value]) -> list[Value]:
@@ -92,7 +97,10 @@ class ExpertsRecorder:
         if not self.moe.reduces_shared_experts:
             return shared
         scatter = self.collectives.reduce_scatter
-        return [self.p.comm("shared_scatter", scatter, result, outputs=2)[0] for result in shared]
+        return [
+            self.p.comm("shared_scatter", scatter, result, outputs=2, token_wise=self.token_wise)[0]
+            for result in shared
+        ]
 
     def _record_shared(self, x: Value, tokens: Value | None, gathered: Value | None) -> list[Value]:
         """Declare the shared experts, if there are any."""
@@ -100,7 +108,7 @@ class ExpertsRecorder:
             return []
         if self.moe.reduces_shared_experts:
             x = record_gather(self.p, "shared_gather", self.collectives, x, tokens) if gathered is None else gathered
-        return [self.p.side("shared_experts", self.moe.shared_experts, x)]
+        return [self.p.side("shared_experts", self.moe.shared_experts, x, token_wise=self.token_wise)]
 
 
 def _choose_by_ids(moe: ExpertParallel, x: Any, input_ids: Any) -> Any:

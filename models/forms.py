@@ -35,7 +35,7 @@ class BlockRecorder:
 
         Returns [tokens, hidden], reduced.
         """
-        part = self.p.compute(name, self.collectives.without_reduce(module), *reads)
+        part = self.p.compute(name, self.collectives.without_reduce(module), *reads, token_wise=True)
         return self._reduce(name, part)
 
     def record_attention(self, attention: Any, x: Value) -> Value:
@@ -56,8 +56,8 @@ class BlockRecorder:
         Returns the sum of both [tokens, hidden], reduced.
         """
         attended = self.p.compute("attention", partial(self.attend, attention), self.positions, x, ordered=True)
-        part = self.p.compute("mlp", mlp, x if x_of_mlp is None else x_of_mlp)
-        return self._reduce("parallel", self.p.compute("parallel_add", add, attended, part))
+        part = self.p.compute("mlp", mlp, x if x_of_mlp is None else x_of_mlp, token_wise=True)
+        return self._reduce("parallel", self.p.compute("parallel_add", add, attended, part, token_wise=True))
 
     def _reduce(self, name: str, part: Value) -> Value:
         reduced: Value = record_reduce(self.p, f"{name}_reduce", self.collectives, part)
@@ -74,20 +74,20 @@ def record_layers(
     for index, layer in enumerate(decoder.layers):
         with p.layer(index):
             x = record_layer(layer, x)
-    hidden: Value = p.compute("final_norm", norm, x)
+    hidden: Value = p.compute("final_norm", norm, x, token_wise=True)
     return hidden
 
 
 def record_add(p: ProgramBuilder, name: str, residual: Value, x: Value, scale: float | None = None) -> Value:
     """Declare the addition of a block's result, times *scale* if given, to the residual [tokens, hidden]."""
     function = add if scale is None else partial(_add_scaled, scale)
-    total: Value = p.compute(name, function, residual, x)
+    total: Value = p.compute(name, function, residual, x, token_wise=True)
     return total
 
 
 def record_scale(p: ProgramBuilder, name: str, x: Value, scale: float) -> Value:
     """Declare a multiplication by *scale*, [tokens, hidden] -> [tokens, hidden], such as that of embedded tokens."""
-    scaled: Value = p.compute(name, partial(_scale, scale), x)
+    scaled: Value = p.compute(name, partial(_scale, scale), x, token_wise=True)
     return scaled
 
 

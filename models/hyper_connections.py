@@ -27,6 +27,7 @@ class StreamRecorder:
         positions: positions of all tokens [tokens].
         input_ids: token ids of the tokens whose streams are passed, or None if no layer reads them.
         tokens: number of tokens in all chunks, if the streams are this rank's chunk only; otherwise None.
+        token_wise: whether attention takes and gives all tokens of this rank, not a chunk of them.
     """
 
     p: ProgramBuilder
@@ -34,16 +35,21 @@ class StreamRecorder:
     positions: Value
     input_ids: Value | None = None
     tokens: Value | None = None
+    token_wise: bool = True
 
     def record_layer(self, layer: Any, streams: Value) -> Value:
         """Declare one layer."""
         p = self.p
-        x, post, comb = p.compute("attn_mix", partial(_mix_for_attention, layer), streams, outputs=3)
+        x, post, comb = p.compute(
+            "attn_mix", partial(_mix_for_attention, layer), streams, outputs=3, token_wise=self.token_wise
+        )
         x = self.record_attention(layer, x)
-        streams = p.compute("attn_spread", layer.hc_post, x, streams, post, comb)
-        x, cast, post, comb = p.compute("mlp_mix", partial(_mix_for_experts, layer), streams, outputs=4)
+        streams = p.compute("attn_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
+        x, cast, post, comb = p.compute(
+            "mlp_mix", partial(_mix_for_experts, layer), streams, outputs=4, token_wise=self.token_wise
+        )
         x = self.record_mlp(layer.mlp, x, cast)
-        spread: Value = p.compute("mlp_spread", layer.hc_post, x, streams, post, comb)
+        spread: Value = p.compute("mlp_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
         return spread
 
     def record_attention(self, layer: Any, x: Value) -> Value:
@@ -62,7 +68,7 @@ class StreamRecorder:
             return attended
         x = record_gather(p, "attn_gather", collectives, x, self.tokens)
         x = p.compute("attention", run, self.positions, x, ordered=True)  # leaves its reduce to the layer
-        chunk: Value = p.comm("attn_scatter", collectives.reduce_scatter, x, outputs=2)[0]
+        chunk: Value = p.comm("attn_scatter", collectives.reduce_scatter, x, outputs=2, token_wise=True)[0]
         return chunk
 
     def record_mlp(self, mlp: Any, x: Value, cast: Value) -> Value:
@@ -75,11 +81,11 @@ class StreamRecorder:
         assert moe is not None or self.tokens is None, "experts of chunks are dispatched"
         if moe is None:
             run = collectives.without_reduce(partial(_run_experts, mlp))
-            x = p.compute("moe", run, x, cast, *(() if ids is None else (ids,)))
+            x = p.compute("moe", run, x, cast, *(() if ids is None else (ids,)), token_wise=True)
         elif self.tokens is None:
             x = ExpertsRecorder(p, collectives, moe).record(x, ids)
         else:
-            x = ExpertsRecorder(p, collectives, moe).record_dispatch(x, self.tokens, input_ids=ids)
+            x = ExpertsRecorder(p, collectives, moe, self.token_wise).record_dispatch(x, self.tokens, input_ids=ids)
         if moe is None or not moe.is_sequence_parallel:
             x = record_reduce(p, "mlp_reduce", collectives, x)
         return x

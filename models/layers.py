@@ -91,19 +91,21 @@ class LayerRecorder:
                 self.record_auxiliary(decoder, index, stream)
                 stream = record_layer(layer, stream)
                 if index < len(added):
-                    stream = stream._replace(x=p.compute("add_features", add, stream.x, added[index]))
+                    stream = stream._replace(x=p.compute("add_features", add, stream.x, added[index], token_wise=True))
         if len(decoder.layers) - 1 not in layers:
             assert stream.residual is not None, "a stage has layers"
             p.output(RESIDUAL, self.gather("stage_residual_gather", stream.residual, stream.tokens))
             return self.gather("stage_gather", stream.x, stream.tokens)
         self.record_auxiliary(decoder, len(decoder.layers), stream)
-        hidden = p.compute("final_norm", partial(_final_norm, decoder.norm), *stream.values, overwrites=stream.values)
+        hidden = p.compute(
+            "final_norm", partial(_final_norm, decoder.norm), *stream.values, overwrites=stream.values, token_wise=True
+        )
         return self.gather("final_gather", hidden, stream.tokens)
 
     def record_auxiliary(self, decoder: Any, layers: int, stream: Stream) -> None:
         """Name the hidden states after this many layers as an output, if the decoder returns them for a draft model."""
         if layers in getattr(decoder, "aux_hidden_state_layers", ()):
-            hidden = self.p.compute("auxiliary", _add_residual, *stream.values)
+            hidden = self.p.compute("auxiliary", _add_residual, *stream.values, token_wise=True)
             self.p.output(name_auxiliary(layers), self.gather("auxiliary_gather", hidden, stream.tokens))
 
     def record_layer(self, layer: Any, stream: Stream) -> Stream:
@@ -127,11 +129,13 @@ class LayerRecorder:
         p, collectives, route, is_moe = self.p, self.collectives, self.route, hasattr(mlp, "experts")
         moe = collectives.decompose(mlp.experts, route and partial(route, mlp), takes_chunks=True) if is_moe else None
         if moe is None and tokens is not None:
-            x = p.compute("mlp", partial(_run_without_collectives, mlp), self.gather("mlp_gather", x, tokens))
-            scattered: Value = p.comm("mlp_scatter", collectives.reduce_scatter, x, outputs=2)[0]
+            x = p.compute(
+                "mlp", partial(_run_without_collectives, mlp), self.gather("mlp_gather", x, tokens), token_wise=True
+            )
+            scattered: Value = p.comm("mlp_scatter", collectives.reduce_scatter, x, outputs=2, token_wise=True)[0]
             return scattered
         if moe is None:  # two names, because ops of one name are assumed to cost the same
-            x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x)
+            x = p.compute("moe" if is_moe else "mlp", collectives.without_reduce(mlp), x, token_wise=True)
         elif tokens is None:
             x = ExpertsRecorder(p, collectives, moe).record(x)
         else:
@@ -149,10 +153,12 @@ class LayerRecorder:
         if not leaves_reduce(layer):
             x = self.reduce("attn_reduce", stream.x)
             return Stream(x, self.gather("residual_gather", residual, stream.tokens))
-        x, tokens = p.comm("attn_scatter", collectives.reduce_scatter, stream.x, outputs=2)
+        x, tokens = p.comm("attn_scatter", collectives.reduce_scatter, stream.x, outputs=2, token_wise=True)
         if stream.tokens is None:
             take_chunk = collectives.take_chunk
-            residual, _ = p.compute("residual_chunk", take_chunk, residual, outputs=2, overwrites=(residual,))
+            residual, _ = p.compute(
+                "residual_chunk", take_chunk, residual, outputs=2, overwrites=(residual,), token_wise=True
+            )
         return Stream(x, residual, tokens)
 
     def record_attention(self, layer: Any, x: Value) -> Value:
@@ -180,11 +186,11 @@ class LayerRecorder:
         p = self.p
         slots = p.compute("slots", latent.get_slots)
         if latent.has_latent:
-            x = p.compute("latent", latent.project, x)
+            x = p.compute("latent", latent.project, x, token_wise=True)
         keys, rotary = p.side("keys", latent.write_keys, x, self.positions, slots, outputs=2)
-        queries = p.compute("queries", latent.make_queries, x, self.positions)
+        queries = p.compute("queries", latent.make_queries, x, self.positions, token_wise=True)
         x = p.compute("attention", latent.attend, queries, keys, rotary, ordered=True)
-        out: Value = p.compute("attn_out", without_reduce(latent.project_out), x)
+        out: Value = p.compute("attn_out", without_reduce(latent.project_out), x, token_wise=True)
         return out
 
     def reduce(self, name: str, x: Value) -> Value:
@@ -204,7 +210,7 @@ def record_add_norm(p: ProgramBuilder, name: str, norm: Any, stream: Stream) -> 
     Before the first layer there is nothing to add, so *x* itself becomes the residual.
     """
     function = norm if stream.residual is not None else partial(_first_norm, norm)
-    x, residual = p.compute(name, function, *stream.values, overwrites=stream.values, outputs=2)
+    x, residual = p.compute(name, function, *stream.values, overwrites=stream.values, outputs=2, token_wise=True)
     return Stream(x, residual, stream.tokens)
 
 

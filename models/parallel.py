@@ -32,7 +32,7 @@ class CohereAdapter:
 
 
 def _record_layer(blocks: BlockRecorder, layer: Any, x: Value) -> Value:
-    normed = blocks.p.compute("norm", partial(_norm, layer.input_layernorm), x)
+    normed = blocks.p.compute("norm", partial(_norm, layer.input_layernorm), x, token_wise=True)
     both = blocks.record_parallel(layer.self_attn, layer.mlp, normed)
     added: Value = record_add(blocks.p, "add", x, both)
     return added

@@ -32,7 +32,11 @@ class PostNormAdapter:
 def _record_layer(blocks: BlockRecorder, layer: Any, x: Value) -> Value:
     p = blocks.p
     attended = blocks.record_attention(layer.self_attn, x)
-    x = record_add(p, "attn_add", x, p.compute("attn_post_norm", layer.post_attention_layernorm, attended))
+    x = record_add(
+        p, "attn_add", x, p.compute("attn_post_norm", layer.post_attention_layernorm, attended, token_wise=True)
+    )
     ran = blocks.record_block("mlp", layer.mlp, x)
-    added: Value = record_add(p, "mlp_add", x, p.compute("mlp_post_norm", layer.post_feedforward_layernorm, ran))
+    added: Value = record_add(
+        p, "mlp_add", x, p.compute("mlp_post_norm", layer.post_feedforward_layernorm, ran, token_wise=True)
+    )
     return added

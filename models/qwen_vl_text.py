@@ -68,7 +68,9 @@ class Qwen3VLAdapter:
         levels = _count_levels(model) if 0 in get_layers(decoder) else 0  # vLLM adds all features on the first stage
         features: list[Value] = []
         if levels:
-            x, *features = p.compute("take_features", partial(_split_features, levels + 1), x, outputs=levels + 1)
+            x, *features = p.compute(
+                "take_features", partial(_split_features, levels + 1), x, outputs=levels + 1, token_wise=True
+            )
         hidden: Value = LayerRecorder(p, collectives, positions).record_decoder(decoder, x, features)
         return hidden
 

@@ -57,9 +57,9 @@ class SandwichAdapter:
         p = blocks.p
         after_attention, before_mlp, after_mlp = (getattr(layer, name) for name in self._norms)
         x, residual, _ = record_add_norm(p, "attn_norm", layer.input_layernorm, stream)
-        x = p.compute("attn_post_norm", after_attention, blocks.record_attention(layer.self_attn, x))
+        x = p.compute("attn_post_norm", after_attention, blocks.record_attention(layer.self_attn, x), token_wise=True)
         x, residual, _ = record_add_norm(p, "mlp_norm", before_mlp, Stream(x, residual))
-        x = p.compute("mlp_post_norm", after_mlp, blocks.record_block("mlp", layer.mlp, x))
+        x = p.compute("mlp_post_norm", after_mlp, blocks.record_block("mlp", layer.mlp, x), token_wise=True)
         return Stream(x, residual)
 
 

@@ -73,11 +73,13 @@ class ToyAdapter:
         residual = x
         for index, layer in enumerate(model.layers):
             with p.layer(index):
-                x, residual = p.compute("attn_norm", layer.add_norm, x, residual, outputs=2)
+                x, residual = p.compute("attn_norm", layer.add_norm, x, residual, outputs=2, token_wise=True)
                 x = p.compute("attention", layer.attention, positions, x, ordered=True)
-                x = p.comm("attn_reduce", collectives.all_reduce, x, overwrites=(x,))
-                x, residual = p.compute("mlp_norm", layer.add_norm, x, residual, outputs=2)
-                x = p.compute("mlp", layer.mlp, x)
-                x = p.comm("mlp_reduce", collectives.all_reduce, x, overwrites=(x,))
-        x, _ = p.compute("final_norm", lambda x, residual: (x + residual, residual), x, residual, outputs=2)
+                x = p.comm("attn_reduce", collectives.all_reduce, x, overwrites=(x,), token_wise=True)
+                x, residual = p.compute("mlp_norm", layer.add_norm, x, residual, outputs=2, token_wise=True)
+                x = p.compute("mlp", layer.mlp, x, token_wise=True)
+                x = p.comm("mlp_reduce", collectives.all_reduce, x, overwrites=(x,), token_wise=True)
+        x, _ = p.compute(
+            "final_norm", lambda x, residual: (x + residual, residual), x, residual, outputs=2, token_wise=True
+        )
         return x

@@ -8,9 +8,9 @@ from typing import Any
 
 from dbo_runtime.devices import Device, Event, Lane, Values
 from dbo_runtime.engine.event_table import EventTable
-from dbo_runtime.errors import DeviceError, ProgramError, add_context
+from dbo_runtime.errors import DeviceError, add_context
 from dbo_runtime.ir.codegen import number_slots
-from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.op import Op, unpack
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.render import digest
 from dbo_runtime.ir.schedule import Instruction, Schedule, Slot
@@ -23,8 +23,8 @@ Inputs = Sequence[Sequence[Any]]
 Outputs = list[tuple[Any, ...]]
 
 
-def no_context(micro_batch: int) -> None:
-    """Do nothing: the micro-batch has no context of its own to enter."""
+def no_context(number: int) -> None:
+    """Do nothing: there is no context to enter."""
 
 
 def run_sequential(programs: Sequence[Program], inputs: Inputs, enter: Enter = no_context) -> Outputs:
@@ -68,13 +68,13 @@ class Executor:
         ]
         self._instructions: list[tuple[int, Lane, tuple[Event, ...], BoundOp, Event | None]] = [
             (
-                instruction.issue.micro_batch,
+                context,
                 lanes[instruction.op.lane],
                 tuple(events.get(by_issue[issue]) for issue in instruction.waits),
                 self._compile(instruction),
                 events.get(instruction) if instruction.records else None,
             )
-            for instruction in schedule.instructions
+            for instruction, context in zip(schedule.instructions, schedule.list_contexts(), strict=True)
         ]
         self._first_lane = lanes[schedule.lanes[0]]
         self._start = device.make_event()
@@ -103,8 +103,9 @@ class Executor:
 
         Args:
             inputs: inputs of each micro-batch's program, in order.
-            enter: called with the number of the micro-batch, on the issuing thread, before an op of another micro-batch
-                than the last. Only `compute` ops may rely on the context that it sets.
+            enter: called with the number of a context (`Schedule.list_contexts`), on the issuing thread, before an op
+                of another context than the last. Without nano-batches it is the number of the micro-batch. Only
+                `compute` ops may rely on the context that it sets.
             instrument: receives the interval of each op.
             open_range: opens a range around each op, on the thread that runs or issues the op; see
                 `Device.find_ranges`.
@@ -140,14 +141,14 @@ class Executor:
             for lane in self._forks:
                 lane.wait(self._start)
         current: int | None = None
-        for number, (micro_batch, lane, waits, task, event) in enumerate(self._instructions):
+        for number, (context, lane, waits, task, event) in enumerate(self._instructions):
             if open_range is not None:
                 task = RangedTask(task, open_range, self.range_names[number])
             for awaited in waits:
                 lane.wait(awaited)
-            if micro_batch != current:
-                enter(micro_batch)
-                current = micro_batch
+            if context != current:
+                enter(context)
+                current = context
             if instrument is None:
                 lane.launch(task, values)
             else:
@@ -226,24 +227,6 @@ class RangedTask(BoundOp):
             super().run(values)
 
 
-def unpack(result: Any, count: int) -> Sequence[Any]:
-    """Return the *count* values of an op's result.
-
-    One value is the result itself. With no values, the result is ignored. Several values have to be a tuple or a list:
-    the rows of a tensor are not several values.
-
-    Raises:
-        ProgramError: if the op returned another number of values.
-    """
-    if count < 2:
-        return (result,) * count
-    if not isinstance(result, (tuple, list)):
-        raise ProgramError(f"it returned one {type(result).__name__}, but is declared to write {count} values.")
-    if len(result) != count:
-        raise ProgramError(f"it returned {len(result)} values, but is declared to write {count}.")
-    return result
-
-
 def describe(instruction: Instruction) -> str:
     """Return the text by which an error names the op that raised it."""
     return describe_op(instruction.op, instruction.issue.micro_batch)
@@ -252,4 +235,5 @@ def describe(instruction: Instruction) -> str:
 def describe_op(op: Op, micro_batch: int) -> str:
     """Return a text that says which op it is, of which micro-batch, and where it was declared."""
     layer = "outside any layer" if op.layer is None else f"layer {op.layer}"
-    return f"op {op.name!r}, {layer}, micro-batch {micro_batch}, lane {op.lane!r}, declared at {op.declared_at}"
+    part = "" if op.nano_batch is None else f", nano-batch {op.nano_batch}"
+    return f"op {op.name!r}, {layer}, micro-batch {micro_batch}{part}, lane {op.lane!r}, declared at {op.declared_at}"

@@ -105,6 +105,7 @@ class ExecutorCache:
         self._log.info(
             "new plan",
             micro_batches=len(schedule.programs),
+            **({"nano_batches": count} if (count := schedule.programs[0].nano_batches) else {}),
             policy=policy,
             instructions=len(schedule.instructions),
             waits=sum(len(instruction.waits) for instruction in schedule.instructions),

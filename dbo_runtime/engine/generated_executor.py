@@ -8,9 +8,10 @@ from typing import Any
 
 from dbo_runtime.devices import Device, Lane, Values
 from dbo_runtime.engine.event_table import EventTable
-from dbo_runtime.engine.executor import Enter, Executor, describe, unpack
+from dbo_runtime.engine.executor import Enter, Executor, describe
 from dbo_runtime.errors import add_context
 from dbo_runtime.ir.codegen import FILE_PREFIX, FUNCTION, Issuing, Source, write_source
+from dbo_runtime.ir.op import unpack
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import OpenRange

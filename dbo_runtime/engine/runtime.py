@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
 from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, slice_batch
 from dbo_runtime.config import RuntimeConfig
@@ -15,8 +14,11 @@ from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.executor import Enter, Executor, Inputs, Outputs, no_context
 from dbo_runtime.engine.executor_cache import ExecutorCache, make_sanitized
+from dbo_runtime.engine.nano_schedules import NANO_BATCHES, NanoSchedules, NanoSizes, share_nano_batches
+from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.engine.transport import check_transport
 from dbo_runtime.errors import get_context
+from dbo_runtime.ir.nano_batches import Rows, group_outputs
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.policies import LATEST_FIRST, keep_layers
 from dbo_runtime.ir.program import Program
@@ -38,25 +40,6 @@ SharedSplit: TypeAlias = "SplitChoice | Cut"
 OFF = Decline("DBO_MODE is off")
 
 
-@dataclass(slots=True)
-class Statistics:
-    """Counts of steps by mode. Steps counted as *concurrent* are not split, but have ops on `side`."""
-
-    split: int = 0
-    concurrent: int = 0
-    micro_batches: int = 0
-    declined: Counter[str] = field(default_factory=Counter)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the counts as plain data."""
-        return {
-            "split": self.split,
-            "concurrent": self.concurrent,
-            "micro_batches": self.micro_batches,
-            "declined": dict(self.declined),
-        }
-
-
 class MicroBatchRuntime:
     """Plans batches and runs them in overlapped micro-batches.
 
@@ -69,6 +52,7 @@ class MicroBatchRuntime:
         ranks: number of ranks that run the same plans, with collectives among them.
         keeps_layers: whether no micro-batch may attend in a layer before all have attended in the one before it. Orders
             of the policies `optimal` and `alternate` then keep to that.
+        rows: functions that join and cut values; None if no step is cut into nano-batches.
     """
 
     def __init__(
@@ -79,8 +63,10 @@ class MicroBatchRuntime:
         log: FilteringBoundLogger,
         ranks: int = 1,
         keeps_layers: bool = False,
+        rows: Rows | None = None,
     ) -> None:
         self.program = program
+        self.rows = rows
         self.device = device
         self.config = config
         self.statistics = Statistics()
@@ -88,6 +74,7 @@ class MicroBatchRuntime:
         self._log = log
         self._planner: Planner | None = None
         self.events = EventTable(device)
+        self._nano = NanoSchedules(program, rows)
         self._executors = ExecutorCache(device, log, ranks, self.events)
         self._sanitized = ExecutorCache(device, log, ranks, self.events, make_sanitized)
 
@@ -202,10 +189,35 @@ class MicroBatchRuntime:
         sizes = self._thresholds.choose_data_parallel(tokens, self.config.parts)
         return sizes if isinstance(sizes, Decline) else Cut(sizes=sizes)
 
+    def choose_nano_batches(self, tokens: Sequence[int]) -> NanoSizes | Decline:
+        """Return the tokens of every rank in each nano-batch, from the number of *tokens* of each [ranks]."""
+        if self.config.mode == "off":
+            return OFF
+        if self._planner is not None and self.config.mode == "auto":
+            return Decline("nano-batches are not predicted from costs yet")
+        unable = self._nano.check() or self._thresholds.check_tokens(max(tokens))
+        return unable or share_nano_batches(tokens, self.config.micro_batches or NANO_BATCHES)
+
+    def plan_nano_batches(self, sizes: Sequence[int]) -> ExecutionPlan:
+        """Return the plan that runs a step in nano-batches of these *sizes*, in tokens [nano-batches].
+
+        Raises:
+            ProgramError: if the program cannot be cut.
+            ScheduleError: if the schedule is not safe.
+        """
+        schedule = self._nano.get(len(sizes), self.config.policy)
+        executor = self._cache.get_by_name(f"nano-batches, {self.config.policy}", len(sizes), schedule)
+        edges = [0, *accumulate(sizes)]
+        nano_batches = tuple(BatchSlice(0, 1, first, last) for first, last in pairwise(edges))
+        return ExecutionPlan((BatchSlice(0, 1, 0, edges[-1]),), executor, nano_batches=nano_batches)
+
     def run(
         self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = no_context, instrument: Instrument | None = None
     ) -> Outputs:
-        """Run a plan; see `Executor.run`. Profilers show a range for each op if the settings ask for ranges."""
+        """Run a plan, and return the outputs of each of its `parts`; see `Executor.run`.
+
+        Profilers show a range for each op if the settings ask for ranges.
+        """
         ranges = self.device.find_ranges(self.config.ranges)
         try:
             with open_step(ranges, plan):
@@ -217,6 +229,9 @@ class MicroBatchRuntime:
         if plan.mode == "split":
             self.statistics.split += 1
             self.statistics.micro_batches += len(plan.slices)
+        elif plan.mode == "nano":
+            self.statistics.nano += 1
+            return group_outputs(outputs[0], len(plan.nano_batches))
         else:
             self.statistics.concurrent += 1
         return outputs

@@ -112,12 +112,13 @@ class _Writer:
         name = digest(self._schedule)
         self._lines += [f"def {FUNCTION}(values, enter):", f'    """Issue schedule {name}."""']
         self._write_beginning()
-        micro_batch, lane = -1, self._schedule.lanes[0]
-        for number, instruction in enumerate(self._schedule.instructions):
+        current, lane = -1, self._schedule.lanes[0]
+        contexts = self._schedule.list_contexts()
+        for number, (instruction, context) in enumerate(zip(self._schedule.instructions, contexts, strict=True)):
             self._write_waits(instruction.op.lane, instruction.waits)
-            if instruction.issue.micro_batch != micro_batch:
-                micro_batch = instruction.issue.micro_batch
-                self._add(f"enter({micro_batch})")
+            if context != current:
+                current = context
+                self._add(f"enter({context})")
             if instruction.op.lane != lane and self._issuing[instruction.op.lane] is Issuing.SWITCHED:
                 lane = instruction.op.lane
                 self._add(f"switch_{self._lanes[lane]}()")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dbo_runtime.errors import ProgramError
 from dbo_runtime.ir.values import Value
 
 COMPUTE = "compute"
@@ -32,6 +33,8 @@ class Op:
         host_sync: whether the op blocks the host, so that it cannot be captured into a graph.
         declared_at: `file:line` of the declaration.
         may_move_to_side: whether the op may run on `side` instead, while another micro-batch computes on `compute`.
+        token_wise: whether the results for a token depend on nothing else, so that the op may be cut into nano-batches.
+        nano_batch: number of the nano-batch that the op computes; None if it computes all tokens of its micro-batch.
     """
 
     name: str
@@ -47,8 +50,34 @@ class Op:
     host_sync: bool = False
     declared_at: str = ""
     may_move_to_side: bool = False
+    token_wise: bool = False
+    nano_batch: int | None = None
 
     @property
     def label(self) -> str:
-        """The op's name within its program, such as `L3.attention`."""
-        return self.name if self.layer is None else f"L{self.layer}.{self.name}"
+        """The op's name within its program, such as `L3.attention`, or `L3.mlp#1` in nano-batch 1."""
+        label = self.name if self.layer is None else f"L{self.layer}.{self.name}"
+        return label if self.nano_batch is None else f"{label}#{self.nano_batch}"
+
+    @property
+    def context(self) -> int:
+        """Number of the op's context within its micro-batch: 0 for all tokens, then one for each nano-batch."""
+        return 0 if self.nano_batch is None else 1 + self.nano_batch
+
+
+def unpack(result: Any, count: int) -> Sequence[Any]:
+    """Return the *count* values of an op's result.
+
+    One value is the result itself. With no values, the result is ignored. Several values have to be a tuple or a list:
+    the rows of a tensor are not several values.
+
+    Raises:
+        ProgramError: if the op returned another number of values.
+    """
+    if count < 2:
+        return (result,) * count
+    if not isinstance(result, (tuple, list)):
+        raise ProgramError(f"it returned one {type(result).__name__}, but is declared to write {count} values.")
+    if len(result) != count:
+        raise ProgramError(f"it returned {len(result)} values, but is declared to write {count}.")
+    return result

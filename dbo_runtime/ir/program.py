@@ -6,7 +6,7 @@ records, the points where values are freed) is derived from the reads and writes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,12 +27,14 @@ class Program:
         ops: the ops in program order.
         outputs: values returned to the caller.
         named: names of the last outputs, which `ProgramBuilder.output` declared.
+        nano_batches: number of nano-batches that its token-wise ops are cut into; 0 if they are not cut.
     """
 
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
     named: tuple[str, ...] = ()
+    nano_batches: int = 0
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -45,19 +47,27 @@ class Program:
         Raises:
             ProgramError: *given* lacks an input, or has an input that the program does not take.
         """
-        names = [value.name for value in self.inputs]
+        names = [value.name for value in self.inputs]  # parts for nano-batches have the same name
         if given.keys() != {*names}:
-            raise ProgramError(f"the program takes the inputs {', '.join(names)}, but is given {', '.join(given)}.")
+            takes = ", ".join(dict.fromkeys(names))
+            raise ProgramError(f"the program takes the inputs {takes}, but is given {', '.join(given)}.")
         return tuple(given[name] for name in names)
 
-    def cut_inputs(self, given: Mapping[str, Any], tokens: slice, requests: slice) -> tuple[Any, ...]:
+    def cut_inputs(
+        self, given: Mapping[str, Any], tokens: slice, requests: slice, nano_batches: Sequence[slice] = ()
+    ) -> tuple[Any, ...]:
         """Return one micro-batch's inputs in the order of `inputs`, each cut as declared.
+
+        *nano_batches* are the tokens of each nano-batch, if the program's ops are cut into them.
 
         Raises:
             ProgramError: *given* lacks an input, or has an input that the program does not take.
         """
         ordered = self.order_inputs(given)
-        return tuple(value.cut(one, tokens, requests) for value, one in zip(self.inputs, ordered, strict=True))
+        return tuple(
+            value.cut(one, tokens if value.nano_batch is None else nano_batches[value.nano_batch], requests)
+            for value, one in zip(self.inputs, ordered, strict=True)
+        )
 
     def fold_side(self, kept: str = "") -> Program:
         """Return the program with `side` ops moved to `compute`, except ops named *kept*."""
@@ -193,8 +203,13 @@ class ProgramBuilder:
         overwrites: tuple[Value, ...] = (),
         host_sync: bool = False,
         may_move_to_side: bool = False,
+        token_wise: bool = False,
     ) -> Any:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
+
+        An op is *token_wise* if row i of its results depends on row i of what it reads, and on nothing that other ops
+        write. It then gives the same rows for a part of the tokens. Norms, projections, MLPs, experts and their
+        communication are token-wise; attention is not. Only such ops are cut into nano-batches (`ir.nano_batches`).
 
         An op's results may share memory with a value it reads only if *overwrites* names this value, as for a fused
         add-norm or an in-place reduce. Results of one op never share memory with each other.
@@ -219,6 +234,7 @@ class ProgramBuilder:
             host_sync,
             where,
             may_move_to_side,
+            token_wise,
         )
         self._check(op)
         self._labels[op.label] = where
@@ -250,6 +266,11 @@ class ProgramBuilder:
             raise ProgramError(f"op {op.label!r} needs a function to call, not {op.fn!r}. ({where})")
         if op.may_move_to_side and op.lane not in COMPUTING:
             raise ProgramError(f"op {op.label!r} may move to side, so it must compute, but is on {op.lane}. ({where})")
+        if op.token_wise and op.ordered:
+            raise ProgramError(
+                f"op {op.label!r} is ordered, because it reads what another micro-batch wrote; then it is not "
+                f"token-wise. Declare one of the two. ({where})"
+            )
         if op.label in self._labels:
             earlier = self._labels[op.label]
             raise ProgramError(f"op {op.label!r} was declared already at {earlier}; rename one of them. ({where})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,6 +62,15 @@ class Schedule:
     def lanes(self) -> tuple[str, ...]:
         """The lanes of all programs, `compute` first."""
         return list_lanes(self.programs)
+
+    def list_contexts(self) -> list[int]:
+        """Return the number of the context that each instruction runs in [instructions].
+
+        Each micro-batch has a context. If its program is cut into nano-batches, a context for each of these follows.
+        """
+        sizes = (1 + program.nano_batches for program in self.programs)
+        first = [0, *itertools.accumulate(sizes)]
+        return [first[each.issue.micro_batch] + each.op.context for each in self.instructions]
 
 
 def list_lanes(programs: Sequence[Program]) -> tuple[str, ...]:

@@ -44,10 +44,12 @@ class Input(Value):
     Attributes:
         token_dim: the dimension that tokens are counted along; None if the input is not cut by tokens.
         request_dim: the dimension that requests are counted along; None if the input is not cut by requests.
+        nano_batch: number of the nano-batch whose part it is; None if it is for all tokens of the micro-batch.
     """
 
     token_dim: int | None = field(default=0, compare=False)  # not part of the value's identity
     request_dim: int | None = field(default=None, compare=False)
+    nano_batch: int | None = field(default=None, compare=False)
 
     def cut(self, given: Any, tokens: slice, requests: slice) -> Any:
         """Return the part of *given* for the micro-batch with these tokens and requests; all of it if it is not cut."""

@@ -140,6 +140,7 @@ def _sum_up(counts: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
     return {
         "split": count("steps", "split"),
+        "nano": count("steps", "nano"),
         "unsplit": count("steps", "unsplit"),
         "concurrent": count("steps", "concurrent"),
         "encoder_forwards": {mode: count("encoder_forwards", mode) for mode in ("split", "unsplit")},

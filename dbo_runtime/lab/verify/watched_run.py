@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dbo_runtime.engine.executor import Enter, describe_op, no_context, unpack
+from dbo_runtime.engine.executor import Enter, describe_op, no_context
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.op import Op, unpack
 from dbo_runtime.ir.policies import sequential
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Issue

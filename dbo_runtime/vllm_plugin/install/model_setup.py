@@ -42,6 +42,7 @@ from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.model_ends import ModelEnds
 from dbo_runtime.vllm_plugin.step.observer import StepObserver
 from dbo_runtime.vllm_plugin.step.runner import StepRunner
+from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
 from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 from dbo_runtime.vllm_plugin.telemetry.sampling import Recording
@@ -173,7 +174,7 @@ def _set_up_steps(
         program = served.compiler.wrap(program)
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     ranks = rank.groups.all_ranks.world_size
-    runtime = MicroBatchRuntime(program, device, rank.config, rank.log, ranks, keeps_layers=hooked)
+    runtime = MicroBatchRuntime(program, device, rank.config, rank.log, ranks, hooked, TENSOR_ROWS)
     served.forward = _make_forward(runner, runtime, recorded, rank, metrics)
     served.costs = CostSource(runner, served.forward, make_identity(rank), rank, metrics)
 

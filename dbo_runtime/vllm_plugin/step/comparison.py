@@ -62,7 +62,8 @@ class StepComparison:
             self._agreement.compare(decision.fingerprint or str(decision.plan))
         if isinstance(decision.plan, Decline) or not (is_checked or first_steps is not None):
             return decision, False
-        problem = find_problem(get_forward_context(), decision.contexts, decision.plan.slices)
+        slices = decision.plan.slices
+        problem = find_problem(get_forward_context(), decision.contexts[: len(slices)], slices)
         problem = self._agreement.find_first(problem)
         if not problem:
             return decision, True

@@ -23,7 +23,8 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decline_cache import DeclineCache
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps, name_class
 from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner, ServedStep
-from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, decline
+from dbo_runtime.vllm_plugin.step.nano_decision import NanoDecider
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, agree, decline
 from dbo_runtime.vllm_plugin.step.warm_up import WarmUp
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class StepDecider:
         self.local = LocalPlanner(runtime, splitter, agreement.ranks, votes=rank is not None)
         self.runtime = runtime
         self.warm_up = WarmUp(runtime, splitter, self.local)
+        self._nano = NanoDecider(self.local, runtime, splitter, agreement, rank)
         self._splitter = splitter
         self._agreement = agreement
         self._transport = transport
@@ -118,7 +120,7 @@ class StepDecider:
         if refusal is not None:
             return decline(refusal)
         step = ServedStep(get_forward_context(), tokens, unsupported)
-        decision = self._decide_split(step)
+        decision = self._decide_cut(step)
         if isinstance(decision.plan, Decline) and self.runtime.forces_side:
             decision = self._decide_concurrent(step, decision.plan)
         if self.first_steps is None or isinstance(decision.plan, Decline):
@@ -173,6 +175,16 @@ class StepDecider:
         """Return why no step is split, whatever the settings: ops fail, or give other results. Equal on all ranks."""
         return self.refusal or (None if self.first_steps is None else self.first_steps.failure)
 
+    def _decide_cut(self, step: ServedStep) -> StepDecision:
+        """Decide whether to cut a served step into micro-batches or nano-batches, as the settings ask for."""
+        parts = self.runtime.config.split
+        decision = None if parts == "nano" else self._decide_split(step)
+        if decision is not None and (parts == "micro" or not isinstance(decision.plan, Decline)):
+            return decision
+        nothing = self.runtime.check_transport(self._transport)
+        in_nano_batches = decline(nothing) if nothing is not None else self._nano.decide(step)
+        return in_nano_batches if decision is None or not isinstance(in_nano_batches.plan, Decline) else decision
+
     def _decide_split(self, step: ServedStep) -> StepDecision:
         """Decide whether to split a served step, and where.
 
@@ -186,7 +198,7 @@ class StepDecider:
             return decline(shared)
         local = self.local.attempt(step, partial(self._plan_locally, context, tokens, shared))
         if shared is not None:
-            return self._agree(local, f"tokens of all ranks {shared.sizes}")
+            return agree(self._agreement, local, f"tokens of all ranks {shared.sizes}")
         if isinstance(local, LocalDecline):
             return decline(local.decline)
         plan = local.plan
@@ -270,17 +282,10 @@ class StepDecider:
         local = self.local.attempt(step, partial(self.local.plan_whole, context, step.tokens))
         where = f"not cut: {reason.reason}"
         if self.rank is not None:
-            concurrent = self._agree(local, where)
+            concurrent = agree(self._agreement, local, where)
         else:
             concurrent = decline(reason) if isinstance(local, LocalDecline) else local.state(where)
         if isinstance(concurrent.plan, Decline):
             return decline(reason)
         self.runtime.decline(reason)
         return concurrent
-
-    def _agree(self, local: StepDecision | LocalDecline, where: str) -> StepDecision:
-        """Let all ranks vote on the plan of this rank, or on its reason against a plan."""
-        stated = local if isinstance(local, LocalDecline) else local.state(where)
-        fingerprint = "" if isinstance(stated, LocalDecline) else stated.fingerprint
-        agreed = self._agreement.agree(stated, fingerprint)
-        return decline(agreed) if isinstance(agreed, Decline) else agreed

@@ -70,7 +70,8 @@ class SplitForward:
     def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
         """Return a forward of the same model with its own plans, counts and times, and a silent log."""
         own, served, log = copy.copy(self), self.runtime, open_log(quiet=True)
-        runtime = MicroBatchRuntime(served.program, device, config, log, group.world_size, served.keeps_layers)
+        ranks, hooked = group.world_size, served.keeps_layers
+        runtime = MicroBatchRuntime(served.program, device, config, log, ranks, hooked, served.rows)
         own.decider = self.decider.copy_for(runtime, group)
         own.runner, own.observer = self.runner.copy_for(runtime), self.observer.copy_for(runtime)
         own._comparison, own._is_final = self._comparison.copy_for(own.decider), False

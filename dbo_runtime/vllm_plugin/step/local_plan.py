@@ -82,6 +82,16 @@ class LocalPlanner:
         """Plan all tokens of a step as one batch, with ops on the lanes that the settings force."""
         return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), ()))
 
+    def plan_nano_batches(
+        self, context: ForwardContext, sizes: Sequence[Sequence[int]], rank: int | None
+    ) -> StepDecision:
+        """Plan a step in nano-batches of these *sizes*, in tokens of every data parallel rank [nano-batches][ranks].
+
+        *rank* is this process's number among them; None without data parallel ranks.
+        """
+        plan = self._runtime.plan_nano_batches([each[rank or 0] for each in sizes])
+        return StepDecision(plan, self._splitter.cut_ops(context, plan.nano_batches, () if rank is None else sizes))
+
     def plan_dummy(self, context: ForwardContext, tokens: int) -> StepDecision | Decline:
         """Plan a dummy batch, which has no attention metadata, in equal micro-batches."""
         of_ranks = [] if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()

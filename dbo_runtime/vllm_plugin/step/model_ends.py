@@ -18,6 +18,8 @@ from dbo_runtime.adapters.contract import (
 )
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.decline import Decline
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.ir.nano_batches import SIZES
 from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Results, Stage, take_inputs, take_kept
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments
@@ -65,21 +67,25 @@ class ModelEnds:
         return unsupported or (arguments.check_input_ids() if self._takes_input_ids else None)
 
     def enter(
-        self, arguments: StepArguments, slices: Sequence[BatchSlice], repetition: Repetition | None
+        self, arguments: StepArguments, plan: ExecutionPlan, repetition: Repetition | None
     ) -> list[tuple[Any, ...]]:
-        """Return the inputs of each micro-batch [micro-batches][inputs]; see `Program.cut_inputs`.
+        """Return the inputs of each micro-batch of a plan [micro-batches][inputs]; see `Program.cut_inputs`.
 
         If there is a *repetition*, the model keeps its data for the next forward, and the repetition can give them
         back.
         """
         inputs = self._name_inputs(arguments if repetition is None else arguments.copy(), repetition)
-        padded = pad_inputs(self._program, inputs, slices[-1].last_token)
-        return [self._program.cut_inputs(padded, each.tokens, each.requests) for each in slices]
+        padded: dict[str, Any] = {**pad_inputs(self._program, inputs, plan.slices[-1].last_token)}
+        if plan.nano_batches:
+            padded[SIZES] = [piece.size for piece in plan.nano_batches]
+        nano = [piece.tokens for piece in plan.nano_batches]
+        programs = zip(plan.executor.schedule.programs, plan.slices, strict=True)
+        return [program.cut_inputs(padded, each.tokens, each.requests, nano) for program, each in programs]
 
     def leave(
         self, outputs: Sequence[Sequence[torch.Tensor]], slices: Sequence[BatchSlice], positions: torch.Tensor
     ) -> Results:
-        """Return the forward's result from the outputs of each micro-batch [micro-batches][outputs]."""
+        """Return the forward's result from the outputs of each part of the step [parts][outputs]."""
         results, kept = take_kept(self._program, drop_padding(outputs, slices, positions.shape[-1]))
         if self._keep_output is not None and kept:
             self._keep_output(self._model, kept)

@@ -59,29 +59,31 @@ class StepRunner:
 
         Args:
             plan: plan of the step.
-            contexts: forward context of each micro-batch.
+            contexts: forward context of each micro-batch, and then of each nano-batch.
             arguments: arguments of the forward.
             repetition: runs the step again later, for a comparison; None if nothing is compared.
             recorder: records the times of the ops; None if they are not recorded.
         """
-        inputs = self._ends.enter(arguments, plan.slices, repetition)
+        inputs = self._ends.enter(arguments, plan, repetition)
         if plan.executor.check_context is not None:
             contexts = [guard_context(context, plan.executor.check_context) for context in contexts]
-        hooks = transfer_once(get_forward_context(), contexts) if self._runtime.keeps_layers else nullcontext()
-        select_lora = nullcontext(None) if self._lora is None else self._lora.split(plan.slices)
+        # Attention that is not cut calls a connector's hooks as in an unsplit step.
+        is_hooked = self._runtime.keeps_layers and not plan.nano_batches
+        hooks = transfer_once(get_forward_context(), contexts) if is_hooked else nullcontext()
+        select_lora = nullcontext(None) if self._lora is None else self._lora.split((*plan.slices, *plan.nano_batches))
         # At the end, the step's own forward context is restored.
         with hooks, forward_context.override_forward_context(contexts[0]), select_lora as select:
             enter = partial(_enter, contexts) if select is None else partial(_enter_with_lora, contexts, select)
             outputs = self._runtime.run(plan, inputs, enter, recorder)
-        return self._ends.leave(outputs, plan.slices, arguments.positions)
+        return self._ends.leave(outputs, plan.parts, arguments.positions)
 
 
-def _enter(contexts: list[ForwardContext], micro_batch: int) -> None:
-    """Make a micro-batch's forward context the current one."""
-    enter_context(contexts[micro_batch])
+def _enter(contexts: list[ForwardContext], number: int) -> None:
+    """Make a forward context the current one."""
+    enter_context(contexts[number])
 
 
-def _enter_with_lora(contexts: list[ForwardContext], select: Callable[[int], None], micro_batch: int) -> None:
-    """Make a micro-batch's forward context, and its LoRA adapters, the current ones."""
-    enter_context(contexts[micro_batch])
-    select(micro_batch)
+def _enter_with_lora(contexts: list[ForwardContext], select: Callable[[int], None], number: int) -> None:
+    """Make a forward context, and the LoRA adapters of its tokens, the current ones."""
+    enter_context(contexts[number])
+    select(number)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from vllm.forward_context import ForwardContext
 
-from dbo_runtime.decline import Decline
+from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 
 
 class StepDecision(NamedTuple):
@@ -36,3 +37,14 @@ class StepDecision(NamedTuple):
 def decline(reason: Decline) -> StepDecision:
     """Return the decision not to split."""
     return StepDecision(reason, [])
+
+
+def agree(agreement: Agreement, local: StepDecision | LocalDecline, where: str) -> StepDecision:
+    """Let all ranks vote on the plan of this rank, or on its reason against a plan. Collective.
+
+    *where* says where the step is cut, or why it is not.
+    """
+    stated = local if isinstance(local, LocalDecline) else local.state(where)
+    fingerprint = "" if isinstance(stated, LocalDecline) else stated.fingerprint
+    agreed = agreement.agree(stated, fingerprint)
+    return decline(agreed) if isinstance(agreed, Decline) else agreed

@@ -143,7 +143,7 @@ class Metrics:
             self._add("declines", 1, "reason", plan.reason)
             return
         self._add("steps", 1, "mode", plan.mode)
-        if plan.mode == "concurrent":
+        if plan.mode != "split":
             return
         self._add("micro_batches", len(plan.slices))
         for piece in plan.slices:

@@ -17,7 +17,7 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
-from dbo_runtime.engine.runtime import Statistics
+from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.planner.costs.batch_features import BatchFeatures

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dbo_runtime.engine.executor_cache import ExecutorCache
-from dbo_runtime.engine.runtime import Statistics
+from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.errors import SplitError
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.support.vllm.engine import Engine, find_difference, make_prompt

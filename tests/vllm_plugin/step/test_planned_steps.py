@@ -12,7 +12,7 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.engine.executor_cache import ExecutorCache
-from dbo_runtime.engine.runtime import Statistics
+from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.planner.costs.batch_features import measure_features
 from dbo_runtime.planner.online.correction import PERIOD_STEPS, SPLIT
 from dbo_runtime.planner.online.planner import Planner

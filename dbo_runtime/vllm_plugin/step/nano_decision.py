@@ -1,0 +1,68 @@
+"""The decision whether to cut the ops of a step into nano-batches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from dbo_runtime.decline import Decline, LocalDecline
+from dbo_runtime.engine.execution_plan import ExecutionPlan
+from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner, ServedStep
+from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, agree, decline
+
+
+class NanoDecider:
+    """Decides steps of one model by the number of tokens alone: attention is not cut, so its requests do not matter.
+
+    Args:
+        local: plans on this rank.
+        runtime: makes plans.
+        splitter: makes forward contexts.
+        agreement: agreement of all ranks that communicate in a step.
+        rank: number of this process among the data parallel ranks that exchange tokens; None without them.
+    """
+
+    def __init__(
+        self,
+        local: LocalPlanner,
+        runtime: MicroBatchRuntime,
+        splitter: ContextSplitter,
+        agreement: Agreement,
+        rank: int | None,
+    ) -> None:
+        self._local = local
+        self._runtime = runtime
+        self._splitter = splitter
+        self._agreement = agreement
+        self._rank = rank
+
+    def decide(self, step: ServedStep) -> StepDecision:
+        """Decide a served step. Data parallel ranks vote, because one of them may see a reason that others do not."""
+        tokens = self._count_tokens(step)
+        sizes = tokens if isinstance(tokens, Decline) else self._runtime.choose_nano_batches(tokens)
+        if isinstance(sizes, Decline):
+            return decline(sizes)
+        local = self._local.attempt(step, partial(self._local.plan_nano_batches, step.context, sizes, self._rank))
+        where = f"nano-batches of all ranks {sizes}"
+        if self._rank is not None:
+            return agree(self._agreement, local, where)
+        if isinstance(local, LocalDecline):
+            return decline(local.decline)
+        decision = local.state(where)
+        assert isinstance(decision.plan, ExecutionPlan), "a decline is local"
+        self._agreement.compare_once(decision.plan.digest, decision.fingerprint)
+        return decision
+
+    def _count_tokens(self, step: ServedStep) -> list[int] | Decline:
+        """Return the tokens of all data parallel ranks, or of this rank alone; or why the step is left to vLLM."""
+        context, platform, dispatch = step.context, self._splitter.platform, self._splitter.dispatch
+        if self._rank is not None:
+            unfit = check_agreed_context(context, platform, dispatch)
+            return unfit or context.dp_metadata.num_tokens_across_dp_cpu.tolist()
+        unfit = check_context(context, step.tokens, platform, dispatch)
+        if unfit is None and not context.attn_metadata:
+            unfit = Decline("no attention metadata (profiling or dummy run)")
+        return unfit or [step.tokens]
