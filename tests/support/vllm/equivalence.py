@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
 
+NANO = {"DBO_MODE": "always", "DBO_SPLIT": "nano"}
 CLOSE = 1e-4  # of log-probabilities in fp32, where the shapes of matrix products differ
 LENGTHS = (96, 64, 160, 128, 80)
 BOUNDARIES = list(accumulate(LENGTHS))[:-1]
@@ -48,6 +49,26 @@ def run_cut(
     finally:
         engine.cut_by_settings()
     assert engine.count_split() > before, "nothing was split, so nothing was compared"
+    return answers
+
+
+def run_in_nano_batches(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    tokens: int = 1,
+    arrive: Sequence[int] = (),
+    least: int = 1,
+    **settings: str,
+) -> list[Answer]:
+    """Return the answers of steps in nano-batches; at least *least* steps must have run so."""
+    before = [rank["nano"] for rank in engine.statistics()]
+    engine.configure(**NANO, **settings)
+    try:
+        answers = engine.generate(prompts, tokens, arrive)
+    finally:
+        engine.configure(DBO_MODE="always")
+    ran = [rank["nano"] - earlier for rank, earlier in zip(engine.statistics(), before, strict=True)]
+    assert min(ran) >= least, f"steps in nano-batches by rank: {ran}; nothing was compared"
     return answers
 
 

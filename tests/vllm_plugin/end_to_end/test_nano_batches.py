@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.support.vllm.engine import Answer, Engine, make_prompt
-from tests.support.vllm.equivalence import MIXED, PROMPTS, assert_close, get_unsplit
-
-NANO = {"DBO_MODE": "always", "DBO_SPLIT": "nano"}
-
-
-def run_in_nano_batches(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    tokens: int = 1,
-    arrive: Sequence[int] = (),
-    least: int = 1,
-    **settings: str,
-) -> list[Answer]:
-    """Return the answers of steps in nano-batches; at least *least* steps must have run so."""
-    before = [rank["nano"] for rank in engine.statistics()]
-    engine.configure(**NANO, **settings)
-    try:
-        answers = engine.generate(prompts, tokens, arrive)
-    finally:
-        engine.configure(DBO_MODE="always")
-    ran = [rank["nano"] - earlier for rank, earlier in zip(engine.statistics(), before, strict=True)]
-    assert min(ran) >= least, f"steps in nano-batches by rank: {ran}; nothing was compared"
-    return answers
+from tests.support.vllm.equivalence import MIXED, NANO, PROMPTS, assert_close, get_unsplit, run_in_nano_batches
+from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, LONG, count_since, generate, run_prompts
+from tests.support.vllm.ranks import Ranks
 
 
 @pytest.mark.parametrize("count", ["2", "3", "7"])
@@ -72,3 +52,35 @@ def test_fewer_tokens_than_nano_batches_are_declined(two_ranks: Engine) -> None:
 def test_checks_pass(two_ranks: Engine, check: str) -> None:
     answers = run_in_nano_batches(two_ranks, PROMPTS, 3, DBO_MICRO_BATCHES="3", DBO_CHECK=check)
     assert_close(get_unsplit(two_ranks, PROMPTS, 3), answers)
+
+
+@pytest.mark.parametrize("count", ["2", "5"])
+@pytest.mark.parametrize("arrive", [(), ARRIVALS], ids=["prefill", "mixed"])
+def test_tokens_are_dispatched_to_experts_on_other_ranks(data_parallel: Ranks, count: str, arrive: Any) -> None:
+    """Ranks have batches of different sizes, and dispatch each nano-batch on its own."""
+    unsplit = data_parallel.run_once(generate, "off", None, 4, arrive, BATCHES)
+    answers = data_parallel.run(generate_in_nano_batches, 4, arrive, BATCHES, {**NANO, "DBO_MICRO_BATCHES": count})
+    for (expected, _, _), (own, nano, _) in zip(unsplit, answers, strict=True):
+        assert_close(expected, own)
+        assert nano > 0
+    assert len({nano for _, nano, _ in answers}) == 1
+
+
+def test_a_rank_with_fewer_tokens_than_nano_batches_declines_for_all(data_parallel: Ranks) -> None:
+    batches = [LONG, [make_prompt(1, 3)]]
+    answers = data_parallel.run(generate_in_nano_batches, 1, (), batches, {**NANO, "DBO_MICRO_BATCHES": "2"})
+    for _, nano, declined in answers:
+        assert nano == 0
+        assert declined["fewer tokens than nano-batches"] > 0
+
+
+def generate_in_nano_batches(
+    engine: Engine, rank: int, tokens: int, arrive: Any, batches: Any, settings: dict[str, str]
+) -> tuple[list[Answer], int, dict[str, int]]:
+    """Run this rank's prompts; return answers, steps in nano-batches, and reasons against these."""
+    engine.configure(**settings)
+    before = engine.statistics()[0]
+    answers = run_prompts(engine, batches[rank], tokens, arrive[rank] if arrive else ())
+    engine.configure(DBO_MODE="always")
+    after = engine.statistics()[0]
+    return answers, after["nano"] - before["nano"], count_since(before["declined"], after["declined"])
