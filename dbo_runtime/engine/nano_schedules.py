@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.lowering import lower
-from dbo_runtime.ir.nano_batches import Rows, cut_program, split_evenly
+from dbo_runtime.ir.nano_batches import Rows, cut_program
 from dbo_runtime.ir.policies import get_policy, sequential
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.setting_values import MAX_MICRO_BATCHES
 
 NANO_BATCHES = 4  # without a prediction: published costs gain most from 3 to 8 (docs/theory.md)
-
-NanoSizes = tuple[tuple[int, ...], ...]
-"""Number of tokens of every data parallel rank in each nano-batch [nano-batches][ranks]."""
 
 
 class NanoSchedules:
@@ -51,14 +46,3 @@ class NanoSchedules:
             program = cut_program(self._program, count, self._rows, get_policy(*policy)).program
             self._schedules[count, policy] = schedule = lower([program], sequential([program]))
         return schedule
-
-
-def share_nano_batches(tokens: Sequence[int], count: int) -> NanoSizes | Decline:
-    """Return the tokens of every data parallel rank in each nano-batch, as even as possible.
-
-    It is a pure function of each rank's *tokens* [ranks], which every rank knows. So no rank has to ask another.
-    """
-    if min(tokens) < count:
-        return Decline("fewer tokens than nano-batches", f"{min(tokens)} < {count}")
-    shares = [split_evenly(own, count) for own in tokens]
-    return tuple(zip(*shares, strict=True))

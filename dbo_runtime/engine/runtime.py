@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, slice_batch
@@ -14,7 +13,7 @@ from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.executor import Enter, Executor, Inputs, Outputs, no_context
 from dbo_runtime.engine.executor_cache import ExecutorCache, make_sanitized
-from dbo_runtime.engine.nano_schedules import NANO_BATCHES, NanoSchedules, NanoSizes, share_nano_batches
+from dbo_runtime.engine.nano_schedules import NANO_BATCHES, NanoSchedules
 from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.engine.transport import check_transport
 from dbo_runtime.errors import get_context
@@ -22,6 +21,7 @@ from dbo_runtime.ir.nano_batches import Rows, group_outputs
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.policies import LATEST_FIRST, keep_layers
 from dbo_runtime.ir.program import Program
+from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches, split_evenly
 from dbo_runtime.observe.declines import count_declined, note_standing
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import open_step
@@ -189,27 +189,37 @@ class MicroBatchRuntime:
         sizes = self._thresholds.choose_data_parallel(tokens, self.config.parts)
         return sizes if isinstance(sizes, Decline) else Cut(sizes=sizes)
 
-    def choose_nano_batches(self, tokens: Sequence[int]) -> NanoSizes | Decline:
-        """Return the tokens of every rank in each nano-batch, from the number of *tokens* of each [ranks]."""
+    def choose_nano_batches(self, tokens: Sequence[int]) -> SharedSplit | Decline:
+        """Decide how to cut a step into nano-batches, from nothing but the number of *tokens* of each rank [ranks]."""
         if self.config.mode == "off":
             return OFF
-        if self._planner is not None and self.config.mode == "auto":
-            return Decline("nano-batches are not predicted from costs yet")
         unable = self._nano.check() or self._thresholds.check_tokens(max(tokens))
-        return unable or share_nano_batches(tokens, self.config.micro_batches or NANO_BATCHES)
+        if unable is not None:
+            return unable
+        if self._planner is not None and len(tokens) > 1:
+            return self._planner.choose_data_parallel(tokens, self.config)
+        if self._planner is not None:
+            return self._planner.choose_unread(tokens[0], self.config)
+        count = self.config.micro_batches or NANO_BATCHES
+        sizes = share_nano_batches(tokens, count)
+        return sizes if isinstance(sizes, Decline) else Cut(sizes=sizes, nano_batches=count)
 
-    def plan_nano_batches(self, sizes: Sequence[int]) -> ExecutionPlan:
+    def plan_nano_batches(self, sizes: Sequence[int], choice: SplitChoice | None = None) -> ExecutionPlan:
         """Return the plan that runs a step in nano-batches of these *sizes*, in tokens [nano-batches].
+
+        It has the order of the planner's *choice* if there is one. A single nano-batch is the step itself.
 
         Raises:
             ProgramError: if the program cannot be cut.
             ScheduleError: if the schedule is not safe.
         """
-        schedule = self._nano.get(len(sizes), self.config.policy)
-        executor = self._cache.get_by_name(f"nano-batches, {self.config.policy}", len(sizes), schedule)
-        edges = [0, *accumulate(sizes)]
-        nano_batches = tuple(BatchSlice(0, 1, first, last) for first, last in pairwise(edges))
-        return ExecutionPlan((BatchSlice(0, 1, 0, edges[-1]),), executor, nano_batches=nano_batches)
+        whole, nano_batches = slice_nano_batches([sum(sizes)]), slice_nano_batches(sizes)
+        if choice is None:
+            name, schedule = f"nano-batches, {self.config.policy}", self._nano.get(len(sizes), self.config.policy)
+            return ExecutionPlan(whole, self._cache.get_by_name(name, len(sizes), schedule), nano_batches=nano_batches)
+        executor = self._cache.get_by_name(choice.order.name, 1, choice.order.schedule)
+        parts = nano_batches if len(sizes) > 1 else ()
+        return ExecutionPlan(whole, executor, choice.prediction.split, choice.trial_class, parts)
 
     def run(
         self, plan: ExecutionPlan, inputs: Inputs, enter: Enter = no_context, instrument: Instrument | None = None
@@ -256,6 +266,8 @@ class MicroBatchRuntime:
         """Return the plan that runs these slices, in the order of the planner's *choice* if there is one."""
         if isinstance(slices, Decline):
             return slices
+        if choice is not None and choice.cut.nano_batches:
+            return self.plan_nano_batches(split_evenly(slices[-1].last_token, choice.cut.nano_batches), choice)
         if choice is not None:
             executor = self._get_executor(len(slices), choice.order)
             return ExecutionPlan(slices, executor, choice.prediction.split, choice.trial_class)

@@ -34,6 +34,14 @@ class Rows(NamedTuple):
     cut: Callable[[Any, Sequence[int]], Sequence[Any]]
 
 
+def _refuse(*_: Any) -> Any:
+    raise ProgramError("this program was cut to be predicted: it has no functions that join and cut values.")
+
+
+NO_ROWS = Rows(_refuse, _refuse)
+"""For programs that are predicted, and not run."""
+
+
 @dataclass(frozen=True, slots=True)
 class NanoProgram:
     """A program whose token-wise ops are cut into nano-batches.
@@ -68,11 +76,6 @@ def group_outputs(outputs: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
     """Return the outputs of a cut program by nano-batch [nano-batches][outputs of the original program]."""
     each = len(outputs) // count
     return [tuple(outputs[first : first + each]) for first in range(0, len(outputs), each)]
-
-
-def split_evenly(tokens: int, count: int) -> tuple[int, ...]:
-    """Return the number of tokens of each nano-batch, as even as possible [nano-batches]."""
-    return tuple(tokens * (number + 1) // count - tokens * number // count for number in range(count))
 
 
 class _Cutter:

@@ -16,7 +16,7 @@ from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.engine.generated_executor import GeneratedExecutor
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.ir.lowering import lower
-from dbo_runtime.ir.nano_batches import SIZES, NanoProgram, Rows, cut_program, group_outputs, split_evenly
+from dbo_runtime.ir.nano_batches import SIZES, NanoProgram, Rows, cut_program, group_outputs
 from dbo_runtime.ir.policies import alternate, get_policy, sequential
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.validate import validate, validate_collectives
@@ -241,11 +241,6 @@ def test_an_error_says_which_nano_batch_it_was() -> None:
     with pytest.raises(RuntimeError, match="boom") as caught:
         run_cut(nano, [2, 2], GeneratedExecutor)
     assert "micro-batch 0, nano-batch 1" in "".join(caught.value.__notes__)
-
-
-@pytest.mark.parametrize(("tokens", "count", "sizes"), [(7, 3, (2, 2, 3)), (4, 4, (1, 1, 1, 1)), (3, 4, (0, 1, 1, 1))])
-def test_sizes_are_even(tokens: int, count: int, sizes: tuple[int, ...]) -> None:
-    assert split_evenly(tokens, count) == sizes
 
 
 def test_a_program_without_ops_per_token_is_refused() -> None:

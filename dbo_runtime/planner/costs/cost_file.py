@@ -238,6 +238,7 @@ _OP = _read_record(
         "host_sync": _SWITCH,
         "overwrites": _NAMES,
         "movable": _SWITCH,
+        "token_wise": _SWITCH,
     },
     optional=OpSpec._field_defaults,
 )

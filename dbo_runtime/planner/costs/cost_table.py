@@ -186,8 +186,10 @@ def _canonicalise(part: Any) -> Any:
             if not (item.metadata.get("is_new") and getattr(part, item.name) == item.default)
         )
         return (_DIGEST_NAMES.get(name, name), *values)
-    if isinstance(part, OpSpec) and not part.movable:
-        return tuple(_canonicalise(item) for item in part[: OpSpec._fields.index("movable")])
+    if isinstance(part, OpSpec):
+        known = OpSpec._fields.index("token_wise" if part.movable else "movable")
+        newer = () if not part.token_wise else ("token_wise",)
+        return (*(_canonicalise(item) for item in part[:known]), *newer)
     if isinstance(part, tuple):
         return tuple(_canonicalise(item) for item in part)
     return part

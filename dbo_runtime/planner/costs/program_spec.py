@@ -40,6 +40,7 @@ class OpSpec(NamedTuple):
     host_sync: bool = False
     overwrites: tuple[str, ...] = ()
     movable: bool = False
+    token_wise: bool = False
 
 
 class LayerRun(NamedTuple):
@@ -130,6 +131,16 @@ def repeat_runs(spec: ProgramSpec, repeats: Sequence[int]) -> ProgramSpec:
     return replace(spec, runs=tuple(kept))
 
 
+def are_alike(one: ProgramSpec, other: ProgramSpec) -> bool:
+    """Return whether costs of one program are costs of the other. Older cost files do not say what is token-wise."""
+    return _forget_token_wise(one) == _forget_token_wise(other)
+
+
+def _forget_token_wise(spec: ProgramSpec) -> ProgramSpec:
+    runs = (run._replace(ops=tuple(op._replace(token_wise=False) for op in run.ops)) for run in spec.runs)
+    return replace(spec, runs=tuple(runs))
+
+
 def _check_references(changed: Collection[str], references: Sequence[str]) -> None:
     for reference in references:
         name, hidden_by = _split_reference(reference)
@@ -191,6 +202,7 @@ def _describe_op(op: Op, writes: _Writes) -> OpSpec:
         op.host_sync,
         overwrites,
         op.may_move_to_side,
+        op.token_wise,
     )
 
 
@@ -245,6 +257,7 @@ def _record_op(p: ProgramBuilder, op: OpSpec, writes: _Writes, path: str) -> Non
             overwrites=overwrites,
             host_sync=op.host_sync,
             may_move_to_side=op.movable,
+            token_wise=op.token_wise,
         )
     except ProgramError as error:
         raise ConfigError(f"{path}: {error}") from None

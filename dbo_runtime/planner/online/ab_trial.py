@@ -193,7 +193,7 @@ def get_trial_class(features: BatchFeatures, prediction: Prediction, policy: tup
     pairs = features.pairs + features.context_pairs + features.decode_pairs
     requests = features.decodes > 0, features.decodes < features.tokens
     sizes = round(math.log2(features.tokens)), round(math.log2(1 + pairs / features.tokens) / 2)
-    return *sizes, *requests, prediction.micro_batches, prediction.side_ops, policy
+    return *sizes, *requests, prediction.micro_batches, prediction.nano_batches, prediction.side_ops, policy
 
 
 def _estimate_loss(pairs: Sequence[float], ratio: float, prediction: Prediction) -> float:

@@ -80,7 +80,7 @@ class CriticalPaths:
     """Finds the critical paths of one schedule.
 
     Args:
-        schedule: schedule whose micro-batches all run one program.
+        schedule: schedule whose micro-batches all run one program, whole or cut into nano-batches.
         layout: layout of a vector of durations.
         host_computes: whether the compute lane is the issuing thread; see `HostCost`.
     """
@@ -91,10 +91,10 @@ class CriticalPaths:
         numbers: dict[Issue, int] = {}
         last_on: dict[str, int] = {}
         host = _Host()
-        for number, instruction in enumerate(schedule.instructions):
-            op, micro_batch = instruction.op, instruction.issue.micro_batch
+        for number, (instruction, part) in enumerate(zip(schedule.instructions, schedule.list_contexts(), strict=True)):
+            op = instruction.op
             waits = tuple(numbers[issue] for issue in instruction.waits)
-            duration, credit = layout.find_op(micro_batch, op.name), layout.find_credit(micro_batch, op.name)
+            duration, credit = layout.find_op(part, op.name), layout.find_credit(part, op.name)
             self._nodes.append(_Node(duration, credit, last_on.get(op.lane, _NOTHING), waits, host))
             numbers[instruction.issue] = last_on[op.lane] = number
             if host_computes and op.lane == COMPUTE:

@@ -29,11 +29,14 @@ class Cut(NamedTuple):
             its own slices.
         sizes: number of tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without
             such ranks.
+        nano_batches: number of nano-batches; 0 for micro-batches. The features are then those of the step, followed by
+            those of each nano-batch, if there are several.
     """
 
     features: Features = ()
     slices: tuple[BatchSlice, ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
+    nano_batches: int = 0
 
 
 class Density(NamedTuple):

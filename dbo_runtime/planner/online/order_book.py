@@ -42,6 +42,8 @@ class OrderBook:
         prepared: orders to choose from.
         tables: costs to predict by.
         samples: features of each micro-batch, for steps that represent all steps [steps][micro-batches].
+        counts: number of ops of each kind with each of these features [kinds of all micro-batches]; None if every
+            micro-batch has all ops of the program.
 
     Attributes:
         orders: orders to choose from.
@@ -53,6 +55,7 @@ class OrderBook:
         prepared: Sequence[PreparedOrder],
         tables: DurationTables,
         samples: Sequence[Sequence[BatchFeatures]],
+        counts: Vector | None = None,
     ) -> None:
         self.orders = tuple(order for order, _ in prepared)
         self._numbers = {order.name: number for number, order in enumerate(self.orders)}
@@ -60,7 +63,7 @@ class OrderBook:
         expected = tables.tables[0]
         self._times = OpTimes(program, expected)
         self._host = [expected.host.issue, expected.host.handover]
-        self._counts = tables.repeat_counts(len(samples[0]))
+        self._counts = tables.repeat_counts(len(samples[0])) if counts is None else counts
         self._tables = tables
         self._paths = np.concatenate([paths for _, paths in prepared]).T
         self._begins = np.cumsum([0, *(len(paths) for _, paths in prepared[:-1])])
@@ -73,7 +76,7 @@ class OrderBook:
             first = numbers[0]
             few = _spread(samples, SIMULATED_WORST_CASES if first else SIMULATED_STEPS)
             durations = tables.compute_durations(stack_features(few))
-            alone, work = self._predict_alone(durations)[first], tables.compute_work(durations)[first]
+            alone, work = self._predict_alone(durations)[first], self._compute_work(durations)[first]
             cost = self._measure_overlap_cost(program, tables.tables[first], few, alone, work)
             if cost is not None:
                 self._overlap_costs.append((numbers, cost))
@@ -95,7 +98,7 @@ class OrderBook:
         durations = self._tables.compute_durations(stack_features(slice_features))
         ends = self._predict_alone(durations)
         for numbers, cost in self._overlap_costs:
-            work = self._tables.compute_work(durations[numbers])
+            work = self._compute_work(durations[numbers])
             overlap = np.maximum(np.add.reduce(work, axis=2, keepdims=True) - ends[numbers], 0.0)
             ends[numbers] += cost.estimate(work) * overlap
         return ends
@@ -114,6 +117,11 @@ class OrderBook:
             work = vector[:kinds] * self._counts
             end += float(cost.estimate(work)[number]) * max(float(np.add.reduce(work)) - end, 0.0)
         return end
+
+    def _compute_work(self, durations: Vector) -> Vector:
+        """Return the sum of seconds for each kind of op [..., kinds of all micro-batches] from [..., durations]."""
+        work: Vector = durations[..., : len(self._counts)] * self._counts
+        return work
 
     def _predict_alone(self, durations: Vector) -> Vector:
         """Return the seconds at which each order ends if no lane slows another down [tables, steps, orders]."""

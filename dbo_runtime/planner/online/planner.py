@@ -17,6 +17,7 @@ import numpy as np
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.nano_batches import Rows
 from dbo_runtime.ir.program import Program
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -34,12 +35,13 @@ from dbo_runtime.planner.online.cuts import (
 )
 from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.named_order import NamedOrder
+from dbo_runtime.planner.online.nano_orders import NanoOrders, cut_step
 from dbo_runtime.planner.online.order_book import OrderBook
 from dbo_runtime.planner.online.placements import Placements
 from dbo_runtime.planner.online.prediction import Prediction
 from dbo_runtime.planner.online.predictor import get_uncertainty, make_worst_cases
 from dbo_runtime.planner.online.preparation import Preparation
-from dbo_runtime.planner.online.selection import select
+from dbo_runtime.planner.online.selection import NO_GAIN, select
 from dbo_runtime.planner.online.shapes import ServingLimits, list_shapes
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.planner.online.step_memory import Remembered, StepClass, StepMemory
@@ -66,6 +68,7 @@ class Planner:
         max_states: states that each search for an order may visit; see `search.find_order`.
         keeps_layers: whether no micro-batch may attend in a layer before all have attended in the one before it.
         shapes: steps to find orders for, in place of those within the limits.
+        rows: functions that join and cut values of nano-batches; None if these are predicted only, and not run.
 
     Attributes:
         memory: decisions and measurements of classes of steps.
@@ -82,6 +85,7 @@ class Planner:
         max_states: int = SEARCH_STATES,
         keeps_layers: bool = False,
         shapes: Sequence[Batch] | None = None,
+        rows: Rows | None = None,
     ) -> None:
         table.times(program, BatchFeatures(1))
         self.program = program
@@ -94,6 +98,7 @@ class Planner:
         self._placements = Placements(program, table)
         self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
         self._preparation = Preparation(self._placements.programs, self._tables, max_states, keeps_layers)
+        self._nano = NanoOrders(self._placements.programs[0], rows)
         self._books: dict[int, OrderBook] = {}  # those of the settings, by number of micro-batches
         self._made: dict[int, OrderBook] = {}  # and those of earlier settings with the same policy and `side`
         self._booked_for: tuple[object, ...] = ()
@@ -112,12 +117,16 @@ class Planner:
     @property
     def orders(self) -> list[NamedOrder]:
         """The orders that are prepared."""
-        return [order for book in self._books.values() for order in book.orders]
+        return [order for book in self._all_books for order in book.orders]
 
     @property
     def digest(self) -> str:
         """A text that identifies the prepared orders. Ranks with the same costs and digest predict the same."""
-        return ", ".join(book.digest for book in self._books.values())
+        return ", ".join(book.digest for book in self._all_books)
+
+    @property
+    def _all_books(self) -> list[OrderBook]:
+        return [*self._books.values(), *self._nano.books.values()]
 
     def prepare(self, config: RuntimeConfig) -> None:
         """Find the orders for all steps under these settings; this takes a second or two, once for equal settings."""
@@ -129,12 +138,13 @@ class Planner:
         if (config.policy, config.side) != self._booked_for:
             self._made, self._booked_for = {}, (config.policy, config.side)
         # A step that allows fewer cuts than asked for has fewer micro-batches.
-        wanted = sorted({*counts, *range(2, max(counts))})
+        wanted = [] if config.split == "nano" else sorted({*counts, *range(2, max(counts))})
         missing = [count for count in wanted if count not in self._made]
         allowed = self._placements.list_allowed(config)
         for count, samples in list_samples(self._shapes, missing, self._density).items():
             self._made[count] = self._preparation.make_book(samples, allowed, config)
         self._books = {count: self._made[count] for count in wanted if count in self._made}
+        self._nano.prepare(config, self._shapes, self._preparation)
 
     def list_counts(self, config: RuntimeConfig) -> list[int]:
         """Return the numbers of micro-batches to choose from; 1 is among them if ops may be concurrent on `side`."""
@@ -166,7 +176,8 @@ class Planner:
         decision = next((each for each in applied if each is not None), None)
         if decision is None:
             counts = [count for count in self.list_counts(config) if count in self._books]
-            decision = self._evaluate(features, list_cuts(batch, counts, self._density), config)
+            cuts = list_cuts(batch, counts, self._density) if counts else []
+            decision = self._evaluate(features, [*cuts, *self._nano.list_cuts(features)], config)
             self.memory.keep(step_class, decision, batch)
         return self.memory.check_measured(decision, config)
 
@@ -174,7 +185,14 @@ class Planner:
         """Return how all data parallel ranks split a step, or why not, from the number of *tokens* of each [ranks]."""
         self.prepare(config)
         cuts = [cut for cut in list_shared_cuts(tokens, self.list_counts(config)) if len(cut.sizes) in self._books]
+        cuts += self._nano.list_shared_cuts(tokens)
         return self.memory.check_measured(self._evaluate(BatchFeatures(max(tokens)), cuts, config), config)
+
+    def choose_unread(self, tokens: int, config: RuntimeConfig) -> SplitChoice | Decline:
+        """Return how to cut a step into nano-batches, or why not, if nothing but the number of *tokens* is known."""
+        self.prepare(config)
+        features = BatchFeatures(tokens)
+        return self.memory.check_measured(self._evaluate(features, self._nano.list_cuts(features), config), config)
 
     def predict_unsplit(self, features: BatchFeatures) -> float:
         """Return the seconds of an unsplit step, corrected by measured ones."""
@@ -184,6 +202,8 @@ class Planner:
 
     def _judge_size(self, tokens: int) -> Decline | None:
         features = BatchFeatures(tokens)
+        if self._nano.books:  # the order alone may gain, and cuts nothing
+            return None
         costs = [(self.table.ops[name], count) for name, count in self._counts.items()]
         hidden = sum(count * cost.time(features) for cost, count in costs if isinstance(cost, CommCost))
         # The tokens of one micro-batch are context for the next, so a cut turns pairs into context pairs.
@@ -195,7 +215,7 @@ class Planner:
         if hidden >= paid:
             return None
         figures = f"at most {hidden * 1e3:.2f} ms to hide, and splitting costs at least {paid * 1e3:.2f} ms"
-        return Decline("no gain predicted", f"{tokens} tokens have {figures}")
+        return Decline(NO_GAIN, f"{tokens} tokens have {figures}")
 
     def _classify(self, features: BatchFeatures, cuttable: bool) -> StepClass:
         seconds, attention = self._times.sum(features), self._times.sum_attention(features)
@@ -213,10 +233,11 @@ class Planner:
         unsplit = self.predict_unsplit(features)
         if isinstance(decision, Decline):
             return decision if decision.expected is None else replace(decision, expected=unsplit)
-        cut = cut_in_shares(batch, shares)
+        count = decision.cut.nano_batches
+        cut = cut_step(features, count) if count else cut_in_shares(batch, shares)
         if cut is None:
             return None
-        ops = self._books[len(cut.slices)].predict_one(cut.features, decision.order)
+        ops = self._get_book(cut).predict_one(cut.features, decision.order)
         split = self.table.host.time_split(ops, features.tokens) * self.memory.correction.factor(SPLIT)
         known = decision.prediction
         if split * known.unsplit > unsplit * known.split * (1.0 + ALIKE):
@@ -229,9 +250,11 @@ class Planner:
         """Return the best of all cuts and orders."""
         options: list[SplitChoice] = []
         unsplit = self._predict_unsplit(features)
-        for count in dict.fromkeys(len(cut.features) for cut in cuts):
-            of_count = [cut for cut in cuts if len(cut.features) == count]
-            options += self._predict_cuts(features.tokens, unsplit, of_count)
+        groups: dict[tuple[int, int], list[Cut]] = {}
+        for cut in cuts:
+            groups.setdefault((len(cut.features), cut.nano_batches), []).append(cut)
+        for alike in groups.values():
+            options += self._predict_cuts(features.tokens, unsplit, alike)
         return select(options, features, config, self.memory)
 
     def _predict_unsplit(self, features: BatchFeatures) -> Vector:
@@ -243,10 +266,11 @@ class Planner:
     def _predict_cuts(self, tokens: int, unsplit: Vector, cuts: Sequence[Cut]) -> list[SplitChoice]:
         """Return a choice for each cut of *tokens* tokens and each order.
 
-        *unsplit* are the seconds of the unsplit step by each table. All cuts are into equally many micro-batches.
+        *unsplit* are the seconds of the unsplit step by each table. All cuts are into equally many micro-batches, or
+        nano-batches.
         """
-        count = len(cuts[0].features)
-        book = self._books[count]
+        book, nano = self._get_book(cuts[0]), cuts[0].nano_batches
+        count = 1 if nano else len(cuts[0].features)
         ops = book.predict([cut.features for cut in cuts])
         split = self.table.host.time_split(ops, tokens) * self.memory.correction.factor(SPLIT)
         longer = np.concatenate([split[1:], split[:1] * (1.0 + self.table.split_error)])
@@ -254,10 +278,13 @@ class Planner:
         ratios = np.divide(longer, reference, out=np.ones_like(longer), where=reference > 0)  # see `compute_gain`
         worst_cases = (1.0 - ratios).min(axis=0).tolist()
         return [
-            SplitChoice(order, Prediction(float(unsplit[0]), seconds, count, worst, order.side_ops), cut)
+            SplitChoice(order, Prediction(float(unsplit[0]), seconds, count, worst, order.side_ops, nano), cut)
             for cut, of_cut, worst_of_cut in zip(cuts, split[0].tolist(), worst_cases, strict=True)
             for order, seconds, worst in zip(book.orders, of_cut, worst_of_cut, strict=True)
         ]
+
+    def _get_book(self, cut: Cut) -> OrderBook:
+        return self._nano.books[cut.nano_batches] if cut.nano_batches else self._books[len(cut.features)]
 
 
 def list_counts(config: RuntimeConfig, placements: Placements) -> list[int]:

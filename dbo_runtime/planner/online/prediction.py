@@ -16,6 +16,7 @@ class Prediction(NamedTuple):
         micro_batches: number of micro-batches.
         worst_case: gain if costs are wrong by their uncertainty, in the direction that is worst for splitting.
         side_ops: names of the ops on the `side` lane. With one micro-batch, nothing else differs from the unsplit step.
+        nano_batches: number of nano-batches; 0 for micro-batches.
     """
 
     unsplit: float
@@ -23,6 +24,7 @@ class Prediction(NamedTuple):
     micro_batches: int
     worst_case: float = 0.0
     side_ops: tuple[str, ...] = ()
+    nano_batches: int = 0
 
     @property
     def gain(self) -> float:
@@ -44,7 +46,7 @@ class Prediction(NamedTuple):
     @property
     def description(self) -> str:
         """Text such as `2 micro-batches`, or `1 micro-batch, keys concurrent`."""
-        return describe_split(self.micro_batches, self.side_ops)
+        return describe_split(self.micro_batches, self.side_ops, self.nano_batches)
 
     def __str__(self) -> str:
         """Text such as `12.10 ms unsplit, 9.80 ms in 2 micro-batches: 19.0% less (12.0% less if costs are off)`."""
@@ -57,8 +59,10 @@ def compute_gain(unsplit: float, split: float) -> float:
     return 1 - split / unsplit if unsplit > 0 else 0.0
 
 
-def describe_split(micro_batches: int, side_ops: tuple[str, ...]) -> str:
-    """Return a text that says how many micro-batches a step has, and which ops are concurrent on `side`."""
+def describe_split(micro_batches: int, side_ops: tuple[str, ...], nano_batches: int = 0) -> str:
+    """Return a text that says how many micro-batches or nano-batches a step has, and which ops are on `side`."""
+    if nano_batches:
+        return f"{nano_batches} nano-batch{'es' if nano_batches > 1 else ''}"
     count = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
     return f"{count}, {' and '.join(side_ops)} concurrent" if side_ops else count
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from statistics import median
@@ -11,7 +11,7 @@ from statistics import median
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.ir.op import COMM, COMPUTE, SIDE
 from dbo_runtime.ir.program import Program
-from dbo_runtime.ir.schedule import Instruction, Schedule
+from dbo_runtime.ir.schedule import Instruction, Issue, Schedule
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
@@ -75,11 +75,19 @@ class Predictor:
         return self._table.host.time_split(ratio * sum(map(self._times.sum, slice_features)), tokens)
 
     def simulate(self, schedule: Schedule, slice_features: Sequence[BatchFeatures]) -> Timeline:
-        """Return the simulated timeline: when each op would run."""
-        micro_batches = list(zip(schedule.programs, slice_features, strict=True))
-        times = [self._table.times(program, features) for program, features in micro_batches]
-        credits = [self._table.credits(program, features) for program, features in micro_batches]
-        cost, credit = partial(_look_up, times), partial(_look_up, credits)
+        """Return the simulated timeline: when each op would run.
+
+        *slice_features* are the features of each micro-batch. If it is cut, those of its nano-batches follow.
+        """
+        parts = zip(schedule.instructions, schedule.list_contexts(), strict=True)
+        part_of = {instruction.issue: part for instruction, part in parts}
+        names = self._table.ops.items()
+        times = [{name: cost.time(features) for name, cost in names} for features in slice_features]
+        credits = [
+            {name: cost.credit(features) for name, cost in names if isinstance(cost, CommCost)}
+            for features in slice_features
+        ]
+        cost, credit = partial(_look_up, times, part_of), partial(_look_up, credits, part_of)
         return predict_timeline(schedule, cost, self._table.contention, self._table.host, credit)
 
     def simulate_end(self, ordered: NamedOrder, slice_features: Sequence[BatchFeatures]) -> float:
@@ -150,8 +158,9 @@ def _worsen_factor(lane: str, factor: float, share: float) -> float:
     return factor / (1 - share) if SIDE in lane.split("/") else factor
 
 
-def _look_up(times: Sequence[Sequence[float]], instruction: Instruction) -> float:
-    return times[instruction.issue.micro_batch][instruction.issue.position]
+def _look_up(times: Sequence[Mapping[str, float]], part_of: Mapping[Issue, int], instruction: Instruction) -> float:
+    seconds: float = times[part_of[instruction.issue]].get(instruction.op.name, 0.0)
+    return seconds
 
 
 def get_uncertainty(table: CostTable) -> float:

@@ -67,6 +67,17 @@ class Preparation:
             options = [option for number in chosen for option in self._search(number, steps, searches)]
         return OrderBook(self._placements[-1], [option.prepared for option in options], self._tables, samples)
 
+    def make_nano_book(self, samples: Samples, orders: Sequence[NamedOrder], counts: Vector) -> OrderBook:
+        """Make the book of the useful ones of these orders in nano-batches, for steps like *samples*.
+
+        *samples* have the features of the step, and then those of each nano-batch. *counts* are the numbers of ops with
+        each of them; see `OrderBook`.
+        """
+        steps = _Steps(self._placements[0], self._tables, samples, has_uneven=False)
+        options = list_useful([steps.prepare(order) for order in orders])
+        prepared = [option.prepared for option in options]
+        return OrderBook(self._placements[0], prepared, self._tables, samples, counts)
+
     def _choose_placements(self, allowed: Sequence[int], steps: _Steps, config: RuntimeConfig) -> list[int]:
         """Return the first placement, the best of the others under the policy, and those with moved ops."""
         first, *others = allowed
@@ -114,15 +125,14 @@ class _Option(NamedTuple):
 class _Steps:
     """The samples, with the durations of their ops."""
 
-    def __init__(self, program: Program, tables: DurationTables, samples: Samples) -> None:
+    def __init__(self, program: Program, tables: DurationTables, samples: Samples, has_uneven: bool = True) -> None:
         self.micro_batches = len(samples[0])
         self._samples = samples
         self._tables = tables
         self._layout = DurationLayout(program, self.micro_batches)
         durations = tables.compute_durations(stack_features(samples))
-        self._durations = np.concatenate(  # expected costs, a worst case, and uneven cuts
-            [durations[0], durations[-1], *self._make_uneven(durations[0, ::UNEVEN_STRIDE])]
-        )
+        uneven = self._make_uneven(durations[0, ::UNEVEN_STRIDE]) if has_uneven else ()
+        self._durations = np.concatenate([durations[0], durations[-1], *uneven])  # expected costs, and a worst case
         self._work = tables.compute_work(durations[0])
         self._predictor = Predictor(program, tables.tables[0])
 

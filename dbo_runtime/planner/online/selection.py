@@ -18,6 +18,8 @@ from dbo_runtime.planner.online.step_memory import StepMemory, can_compare
 # far off. A trial that is predicted to lose much waits for credit.
 TRIED_BELOW_MARGIN = 0.5
 
+NO_GAIN = "no gain predicted"  # reason of a decline
+
 
 def select(
     options: Sequence[SplitChoice], features: BatchFeatures, config: RuntimeConfig, memory: StepMemory
@@ -30,7 +32,7 @@ def select(
     if not ranked:
         return Decline("nowhere to cut", f"{features.tokens} tokens")
     if config.mode == "always":
-        return next((choice for choice in ranked if choice.prediction.micro_batches > 1), ranked[0])
+        return next((choice for choice in ranked if choice.is_cut), ranked[0])
     bucket = get_bucket(features, BUCKETS_PER_OCTAVE)
     for choice in ranked:  # in the worst case, the fastest may lose where a slower one does not
         if memory.is_split(bucket, choice.prediction, config.margin):
@@ -46,4 +48,4 @@ def select(
 def decline_unpaid(prediction: Prediction, config: RuntimeConfig) -> Decline:
     """Return why a split does not pay."""
     figures = f"{prediction}; DBO_MARGIN asks for more than {config.margin:.1%} less, and no loss if costs are off"
-    return Decline("no gain predicted", figures, prediction.unsplit)
+    return Decline(NO_GAIN, figures, prediction.unsplit)

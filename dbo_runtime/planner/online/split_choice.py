@@ -38,10 +38,20 @@ class SplitChoice:
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of every data parallel rank in each micro-batch [micro-batches][ranks]; empty without such ranks."""
+        """Tokens of every data parallel rank in each micro-batch or nano-batch [parts][ranks]; empty without ranks."""
         return self.cut.sizes
 
     @property
     def changes(self) -> bool:
         """Whether the choice differs from the unsplit step as the model itself runs it."""
-        return self.prediction.micro_batches > 1 or SIDE in self.order.programs[0].lanes
+        return self.is_cut or self.prediction.nano_batches > 0 or SIDE in self.order.programs[0].lanes
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are several micro-batches or nano-batches."""
+        return max(self.prediction.micro_batches, self.prediction.nano_batches) > 1
+
+
+def get_cut(split: SplitChoice | Cut) -> Cut:
+    """Return the cut of a choice, or the cut itself."""
+    return split if isinstance(split, Cut) else split.cut

@@ -74,7 +74,7 @@ class StepMemory:
         self.trials = AbTrials()
         self._decided: BoundedDict[StepClass, tuple[Remembered, ...]] = BoundedDict(MAX_CLASSES)
         self._decided_by = [0.0, 0.0]  # logarithms of the unsplit and split factors behind those decisions
-        self._split: BoundedDict[tuple[Bucket, int], None] = BoundedDict(MAX_CLASSES)
+        self._split: BoundedDict[tuple[Bucket, int, int], None] = BoundedDict(MAX_CLASSES)
 
     def forget(self) -> None:
         """Forget everything that was learned from measured steps, and all decisions."""
@@ -108,7 +108,7 @@ class StepMemory:
         A hysteresis keeps decisions from flickering: steps are split once they gain more than the *margin*, and stay
         split until the gain falls below half of it.
         """
-        key = bucket, prediction.micro_batches
+        key = bucket, prediction.micro_batches, prediction.nano_batches
         if prediction.pays(margin) or (key in self._split and prediction.still_pays(margin)):
             self._split[key] = None
             return True

@@ -16,7 +16,7 @@ from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.costs.cost_file import format_costs, load_costs, name_stage_file, parse_costs, save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
-from dbo_runtime.planner.costs.program_spec import describe_program
+from dbo_runtime.planner.costs.program_spec import are_alike, describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.calibration.identity import Identity
@@ -170,7 +170,7 @@ class CostSource:
             table.check_fits(identity.machine, identity.model, identity.parallel)
         except ConfigError as error:
             raise ConfigError(f"cost file {path}: {error}") from None
-        if table.program != describe_program(self._runtime.program):
+        if not are_alike(table.program, describe_program(self._runtime.program)):
             raise ConfigError(
                 f"cost file {path}: it belongs to another program than the adapter records now; calibrate again: "
                 "`dbo calibrate`."
@@ -196,7 +196,9 @@ class CostSource:
         )  # vLLM's defaults differ without a server
         prepared, problem = "", ""
         try:
-            runtime.planner = planner = Planner(runtime.program, table, limits, keeps_layers=runtime.keeps_layers)
+            runtime.planner = planner = Planner(
+                runtime.program, table, limits, keeps_layers=runtime.keeps_layers, rows=runtime.rows
+            )
             runtime.prepare(runtime.config)
             prepared = planner.digest
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; memory may be short

@@ -16,6 +16,7 @@ from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.runtime import OFF, MicroBatchRuntime, SharedSplit
 from dbo_runtime.errors import SplitError
 from dbo_runtime.planner.online.cuts import Cut
+from dbo_runtime.planner.online.split_choice import SplitChoice, get_cut
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_mode
 from dbo_runtime.vllm_plugin.context.layer_transfers import check_turns
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
@@ -23,7 +24,7 @@ from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decline_cache import DeclineCache
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps, name_class
 from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner, ServedStep
-from dbo_runtime.vllm_plugin.step.nano_decision import NanoDecider
+from dbo_runtime.vllm_plugin.step.nano_decision import NanoDecider, can_be_nano
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, agree, decline
 from dbo_runtime.vllm_plugin.step.warm_up import WarmUp
 
@@ -178,8 +179,9 @@ class StepDecider:
     def _decide_cut(self, step: ServedStep) -> StepDecision:
         """Decide whether to cut a served step into micro-batches or nano-batches, as the settings ask for."""
         parts = self.runtime.config.split
-        decision = None if parts == "nano" else self._decide_split(step)
-        if decision is not None and (parts == "micro" or not isinstance(decision.plan, Decline)):
+        is_read = parts != "nano" or self.runtime.planner is not None
+        decision = self._decide_split(step) if is_read else None
+        if decision is not None and (parts == "micro" or not can_be_nano(decision.plan)):
             return decision
         nothing = self.runtime.check_transport(self._transport)
         in_nano_batches = decline(nothing) if nothing is not None else self._nano.decide(step)
@@ -250,6 +252,10 @@ class StepDecider:
 
     def _plan(self, context: ForwardContext, tokens: int, shared: SharedSplit | None) -> ExecutionPlan | Decline:
         """Plan this rank's batch. With data parallel ranks, cut it where all ranks expect it."""
+        if shared is not None and get_cut(shared).nano_batches:
+            assert self.rank is not None, "only data parallel ranks share a split"
+            choice = shared if isinstance(shared, SplitChoice) else None
+            return self.runtime.plan_nano_batches([part[self.rank] for part in shared.sizes], choice)
         batch = self._splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch

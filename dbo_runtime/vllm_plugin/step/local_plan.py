@@ -18,9 +18,11 @@ from dbo_runtime.batch import Batch, share_data_parallel
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
-from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.engine.runtime import MicroBatchRuntime, SharedSplit
 from dbo_runtime.errors import DboError
+from dbo_runtime.nano_sizes import split_evenly
 from dbo_runtime.observe.logs import open_log
+from dbo_runtime.planner.online.split_choice import SplitChoice, get_cut
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 
@@ -75,6 +77,8 @@ class LocalPlanner:
         """Return a plan with a forward context for each micro-batch; *sizes* are for all data parallel ranks."""
         if isinstance(plan, Decline):
             return plan
+        if plan.nano_batches:
+            return StepDecision(plan, self._splitter.cut_ops(context, plan.nano_batches, sizes))
         contexts = self._splitter.split(context, plan.slices, sizes)
         return contexts if isinstance(contexts, Decline) else StepDecision(plan, contexts)
 
@@ -83,14 +87,15 @@ class LocalPlanner:
         return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), ()))
 
     def plan_nano_batches(
-        self, context: ForwardContext, sizes: Sequence[Sequence[int]], rank: int | None
-    ) -> StepDecision:
-        """Plan a step in nano-batches of these *sizes*, in tokens of every data parallel rank [nano-batches][ranks].
+        self, context: ForwardContext, tokens: int, shared: SharedSplit, rank: int | None
+    ) -> StepDecision | Decline:
+        """Plan a step of *tokens* tokens in nano-batches, as all ranks know.
 
-        *rank* is this process's number among them; None without data parallel ranks.
+        *rank* is this process's number among the data parallel ranks; None without these.
         """
-        plan = self._runtime.plan_nano_batches([each[rank or 0] for each in sizes])
-        return StepDecision(plan, self._splitter.cut_ops(context, plan.nano_batches, () if rank is None else sizes))
+        own = [each[rank or 0] for each in shared.sizes] or split_evenly(tokens, get_cut(shared).nano_batches)
+        plan = self._runtime.plan_nano_batches(own, shared if isinstance(shared, SplitChoice) else None)
+        return self.add_contexts(context, plan, () if rank is None else shared.sizes)
 
     def plan_dummy(self, context: ForwardContext, tokens: int) -> StepDecision | Decline:
         """Plan a dummy batch, which has no attention metadata, in equal micro-batches."""

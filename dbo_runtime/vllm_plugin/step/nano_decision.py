@@ -7,6 +7,8 @@ from functools import partial
 from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.planner.online.selection import NO_GAIN
+from dbo_runtime.planner.online.split_choice import get_cut
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
@@ -42,11 +44,12 @@ class NanoDecider:
     def decide(self, step: ServedStep) -> StepDecision:
         """Decide a served step. Data parallel ranks vote, because one of them may see a reason that others do not."""
         tokens = self._count_tokens(step)
-        sizes = tokens if isinstance(tokens, Decline) else self._runtime.choose_nano_batches(tokens)
-        if isinstance(sizes, Decline):
-            return decline(sizes)
-        local = self._local.attempt(step, partial(self._local.plan_nano_batches, step.context, sizes, self._rank))
-        where = f"nano-batches of all ranks {sizes}"
+        shared = tokens if isinstance(tokens, Decline) else self._runtime.choose_nano_batches(tokens)
+        if isinstance(shared, Decline):
+            return decline(shared)
+        plan = partial(self._local.plan_nano_batches, step.context, step.tokens, shared, self._rank)
+        local = self._local.attempt(step, plan)
+        where = f"{get_cut(shared).nano_batches} nano-batches, tokens of all ranks {shared.sizes}"
         if self._rank is not None:
             return agree(self._agreement, local, where)
         if isinstance(local, LocalDecline):
@@ -66,3 +69,8 @@ class NanoDecider:
         if unfit is None and not context.attn_metadata:
             unfit = Decline("no attention metadata (profiling or dummy run)")
         return unfit or [step.tokens]
+
+
+def can_be_nano(plan: ExecutionPlan | Decline) -> bool:
+    """Return whether a step that has no micro-batches may have nano-batches: no prediction has judged both."""
+    return isinstance(plan, Decline) and plan.reason != NO_GAIN

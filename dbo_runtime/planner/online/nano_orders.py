@@ -1,0 +1,135 @@
+"""The orders of steps whose token-wise ops are cut into nano-batches, and the features of their ops.
+
+A joint op takes all tokens, so its features are those of the step. Each nano-batch has features of its own, of which
+only the number of tokens matters: what depends on requests is joint. So a step in nano-batches is predicted like one in
+micro-batches, with one more set of features: that of the step comes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.ir.nano_batches import NO_ROWS, Rows, cut_program
+from dbo_runtime.ir.policies import get_policy, sequential
+from dbo_runtime.ir.program import Program
+from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches, split_evenly
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.online.cuts import Cut, Features, measure_batch
+from dbo_runtime.planner.online.durations import Vector
+from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder, RepeatingSchedule
+from dbo_runtime.planner.online.order_book import OrderBook
+from dbo_runtime.planner.online.preparation import Preparation
+from dbo_runtime.planner.search.period import keep_few_layers
+
+COUNTS = (1, 2, 3, 4, 6, 8)
+"""Numbers of nano-batches to choose from. With 1, nothing is cut: only the model's own ops overlap."""
+
+POLICIES = (("alternate", 0), ("staggered", 1), ("staggered", 2))
+KEPT_LAYERS = COMPARED_PERIODS + 3  # equal layers of a short schedule: a start, the compared ones, and an end
+
+
+class NanoOrders:
+    """Prepares the orders of one program in nano-batches.
+
+    Args:
+        program: ops of one micro-batch, without `side`.
+        rows: functions that join and cut values; None if orders are predicted only, and not run.
+
+    Attributes:
+        books: prepared orders, by number of nano-batches.
+    """
+
+    def __init__(self, program: Program, rows: Rows | None = None) -> None:
+        self.books: dict[int, OrderBook] = {}
+        self._program = program
+        self._rows = rows or NO_ROWS
+        self._token_wise = Counter(op.name for op in program.ops if op.token_wise)
+        self._joint = Counter(op.name for op in program.ops if not op.token_wise)
+        self._names = tuple(dict.fromkeys(op.name for op in program.ops))
+
+    def prepare(self, config: RuntimeConfig, shapes: Sequence[Batch], preparation: Preparation) -> None:
+        """Find the orders under these settings, for steps like *shapes*."""
+        self.books = {}
+        for count in self.list_counts(config):
+            cuts = [cut_step(measure_batch(batch), count) for batch in shapes]
+            samples = [*dict.fromkeys(cut.features for cut in cuts if cut is not None)]
+            if samples:
+                orders = self.make_orders(count, config)
+                self.books[count] = preparation.make_nano_book(samples, orders, self.count_ops(count))
+
+    def list_cuts(self, features: BatchFeatures) -> list[Cut]:
+        """Return the cuts to predict for a step with these features."""
+        cuts = (cut_step(features, count) for count in self.books)
+        return [cut for cut in cuts if cut is not None]
+
+    def list_shared_cuts(self, tokens: Sequence[int]) -> list[Cut]:
+        """Return the cuts to predict for a step of data parallel ranks, from the *tokens* of each [ranks]."""
+        cuts = (cut_shared_step(tokens, count) for count in self.books)
+        return [cut for cut in cuts if cut is not None]
+
+    def list_counts(self, config: RuntimeConfig) -> list[int]:
+        """Return the numbers of nano-batches to choose from; none if the settings or the program allow none."""
+        if config.split == "micro" or not self._token_wise:
+            return []
+        return [*COUNTS] if config.micro_batches is None else [config.micro_batches]
+
+    def make_orders(self, count: int, config: RuntimeConfig) -> list[NamedOrder]:
+        """Return the orders for a number of nano-batches. With `optimal`, they are those of the common policies."""
+        if count == 1:
+            return [NamedOrder("nano-1", (self._program,), sequential([self._program]), self._shorten(1, ("", 0)))]
+        policies = POLICIES if config.policy[0] == "optimal" else (config.policy,)
+        return [self._make_order(count, policy) for policy in policies]
+
+    def count_ops(self, count: int) -> Vector:
+        """Return the number of ops of each kind: those with the step's features, then those of each nano-batch."""
+        if count == 1:
+            return np.array([self._joint[name] + self._token_wise[name] for name in self._names], dtype=np.float64)
+        joint = [self._joint[name] for name in self._names]
+        cut = [self._token_wise[name] for name in self._names]
+        return np.array([*joint, *cut * count], dtype=np.float64)
+
+    def _make_order(self, count: int, policy: tuple[str, int]) -> NamedOrder:
+        program = self._cut(self._program, count, policy)
+        name = f"nano-{policy[0]}-{policy[1]}-{count}"
+        return NamedOrder(name, (program,), sequential([program]), self._shorten(count, policy))
+
+    def _cut(self, program: Program, count: int, policy: tuple[str, int]) -> Program:
+        return program if count == 1 else cut_program(program, count, self._rows, get_policy(*policy)).program
+
+    def _shorten(self, count: int, policy: tuple[str, int]) -> RepeatingSchedule | None:
+        """Return a schedule of few layers, which predicts that of all; None if there are only few equal layers."""
+        few, more = (keep_few_layers(self._program, kept) for kept in (KEPT_LAYERS, KEPT_LAYERS + 1))
+        if few is None or more is None:
+            return None
+        short, longer = (self._cut(each.program, count, policy) for each in (few, more))
+        length = len(longer.ops) - len(short.ops)
+        first = sum(count if op.token_wise else 1 for op in few.program.ops[: few.first])
+        order = NamedOrder("", (short,), sequential([short]))
+        return RepeatingSchedule(order.schedule, first + length, length, few.omitted)
+
+
+def cut_step(features: BatchFeatures, count: int) -> Cut | None:
+    """Return the cut of a step with these features into nano-batches; None if it has fewer tokens than these."""
+    if features.tokens < count:
+        return None
+    sizes = split_evenly(features.tokens, count)
+    return Cut(_measure(features, sizes), slice_nano_batches((features.tokens,)), nano_batches=count)
+
+
+def cut_shared_step(tokens: Sequence[int], count: int) -> Cut | None:
+    """Return the cut of a step of data parallel ranks, from the *tokens* of each [ranks]; None if one has too few."""
+    sizes = share_nano_batches(tokens, count)
+    if isinstance(sizes, Decline):
+        return None
+    largest = [max(share) for share in sizes]
+    return Cut(_measure(BatchFeatures(max(tokens)), largest), sizes=sizes, nano_batches=count)
+
+
+def _measure(features: BatchFeatures, sizes: Sequence[int]) -> Features:
+    return (features, *map(BatchFeatures, sizes)) if len(sizes) > 1 else (features,)
