@@ -8,7 +8,9 @@ micro-batches, with one more set of features: that of the step comes first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -60,8 +62,8 @@ class NanoOrders:
             cuts = [cut_step(measure_batch(batch), count) for batch in shapes]
             samples = [*dict.fromkeys(cut.features for cut in cuts if cut is not None)]
             if samples:
-                orders = self.make_orders(count, config)
-                self.books[count] = preparation.make_nano_book(samples, orders, self.count_ops(count))
+                order = self._choose_order(count, config, partial(preparation.estimate, samples))
+                self.books[count] = preparation.make_nano_book(samples, order, self.count_ops(count))
 
     def list_cuts(self, features: BatchFeatures) -> list[Cut]:
         """Return the cuts to predict for a step with these features."""
@@ -79,12 +81,18 @@ class NanoOrders:
             return []
         return [*COUNTS] if config.micro_batches is None else [config.micro_batches]
 
-    def make_orders(self, count: int, config: RuntimeConfig) -> list[NamedOrder]:
-        """Return the orders for a number of nano-batches. With `optimal`, they are those of the common policies."""
-        if count == 1:
-            return [NamedOrder("nano-1", (self._program,), sequential([self._program]), self._shorten(1, ("", 0)))]
-        policies = POLICIES if config.policy[0] == "optimal" else (config.policy,)
-        return [self._make_order(count, policy) for policy in policies]
+    def _choose_order(self, count: int, config: RuntimeConfig, estimate: Callable[[NamedOrder], float]) -> NamedOrder:
+        """Return the order for a number of nano-batches: with `optimal`, that of the best of the common policies.
+
+        They are compared with few layers, because making an order of all layers takes long.
+        """
+        policies = POLICIES if config.policy[0] == "optimal" and count > 1 else (config.policy,)
+        few = keep_few_layers(self._program, KEPT_LAYERS)
+        program = self._program if few is None else few.program
+        best = policies[0]
+        if len(policies) > 1:
+            best = min(policies, key=lambda policy: estimate(self._make_order(program, count, policy)))
+        return replace(self._make_order(self._program, count, best), repeating=self._shorten(count, best))
 
     def count_ops(self, count: int) -> Vector:
         """Return the number of ops of each kind: those with the step's features, then those of each nano-batch."""
@@ -94,10 +102,10 @@ class NanoOrders:
         cut = [self._token_wise[name] for name in self._names]
         return np.array([*joint, *cut * count], dtype=np.float64)
 
-    def _make_order(self, count: int, policy: tuple[str, int]) -> NamedOrder:
-        program = self._cut(self._program, count, policy)
-        name = f"nano-{policy[0]}-{policy[1]}-{count}"
-        return NamedOrder(name, (program,), sequential([program]), self._shorten(count, policy))
+    def _make_order(self, program: Program, count: int, policy: tuple[str, int]) -> NamedOrder:
+        cut = self._cut(program, count, policy)
+        name = f"nano-{policy[0]}-{policy[1]}-{count}" if count > 1 else "nano-1"
+        return NamedOrder(name, (cut,), sequential([cut]))
 
     def _cut(self, program: Program, count: int, policy: tuple[str, int]) -> Program:
         return program if count == 1 else cut_program(program, count, self._rows, get_policy(*policy)).program

@@ -67,16 +67,18 @@ class Preparation:
             options = [option for number in chosen for option in self._search(number, steps, searches)]
         return OrderBook(self._placements[-1], [option.prepared for option in options], self._tables, samples)
 
-    def make_nano_book(self, samples: Samples, orders: Sequence[NamedOrder], counts: Vector) -> OrderBook:
-        """Make the book of the useful ones of these orders in nano-batches, for steps like *samples*.
+    def make_nano_book(self, samples: Samples, order: NamedOrder, counts: Vector) -> OrderBook:
+        """Make the book of an order in nano-batches, for steps like *samples*.
 
         *samples* have the features of the step, and then those of each nano-batch. *counts* are the numbers of ops with
         each of them; see `OrderBook`.
         """
         steps = _Steps(self._placements[0], self._tables, samples, has_uneven=False)
-        options = list_useful([steps.prepare(order) for order in orders])
-        prepared = [option.prepared for option in options]
-        return OrderBook(self._placements[0], prepared, self._tables, samples, counts)
+        return OrderBook(self._placements[0], [steps.prepare(order).prepared], self._tables, samples, counts)
+
+    def estimate(self, samples: Samples, order: NamedOrder) -> float:
+        """Return how long steps like *samples* take by an order, as a sum of logarithms over a few of them."""
+        return _Steps(self._placements[0], self._tables, samples, has_uneven=False).estimate(order)
 
     def _choose_placements(self, allowed: Sequence[int], steps: _Steps, config: RuntimeConfig) -> list[int]:
         """Return the first placement, the best of the others under the policy, and those with moved ops."""
