@@ -137,12 +137,18 @@ def test_the_first_decline_of_each_reason_is_logged_and_all_are_counted(runtime:
         {"event": "step not split", "reason": "nowhere to cut", "detail": None},
     ]
     declined = {"fewer tokens than DBO_MIN_TOKENS": 3, "nowhere to cut": 1}
-    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 0, "micro_batches": 0, "declined": declined}
+    assert runtime.statistics.as_dict() == {
+        "split": 0,
+        "nano": 0,
+        "concurrent": 0,
+        "micro_batches": 0,
+        "declined": declined,
+    }
 
 
 def test_planning_a_decline_counts_nothing(runtime: MicroBatchRuntime, log: Log) -> None:
     runtime.plan(Batch((1,), prefill_tokens=0))
-    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 0, "micro_batches": 0, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 0, "nano": 0, "concurrent": 0, "micro_batches": 0, "declined": {}}
     assert log.lines == []
 
 
@@ -150,7 +156,7 @@ def test_running_computes_what_the_sequential_loop_does_and_counts(runtime: Micr
     inputs = [(1, 0), (2, 1)]
     assert runtime.run(plan(runtime), inputs) == run_sequential([record_toy()] * 2, inputs)
     runtime.run(plan(runtime, cuts=[100, 200]), [(1, 0), (2, 1), (3, 2)])
-    assert runtime.statistics.as_dict() == {"split": 2, "concurrent": 0, "micro_batches": 5, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 2, "nano": 0, "concurrent": 0, "micro_batches": 5, "declined": {}}
 
 
 def test_a_run_that_fails_is_not_counted_and_the_log_says_where(runtime: MicroBatchRuntime, log: Log) -> None:
@@ -351,7 +357,7 @@ def test_a_step_that_is_not_cut_runs_with_concurrent_ops(log: Log) -> None:
     concurrent = plan(runtime, cuts=[])
     assert concurrent.slices == (BatchSlice(0, 2, 0, 1024),)
     assert runtime.run(concurrent, [(5,)]) == [(36,)]
-    assert runtime.statistics.as_dict() == {"split": 0, "concurrent": 1, "micro_batches": 0, "declined": {}}
+    assert runtime.statistics.as_dict() == {"split": 0, "nano": 0, "concurrent": 1, "micro_batches": 0, "declined": {}}
     runtime.config = replace(runtime.config, side="off")
     assert runtime.plan(BATCH, cuts=[]) == Decline("nowhere to cut", "no cuts were given")
     runtime.close()

@@ -201,7 +201,7 @@ def test_splits_and_declines_are_counted_and_each_reason_is_told_of_once(
 ) -> None:
     one_rank.generate(PROMPTS[:1], 4)  # the prompt is cut inside; a decode of one token cannot be
     assert one_rank.statistics() == [
-        {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {"nowhere to cut": 3}}
+        {"split": 1, "nano": 0, "concurrent": 0, "micro_batches": 2, "declined": {"nowhere to cut": 3}}
     ]
     one_rank.configure(DBO_MODE="off")
     one_rank.generate(PROMPTS, 2)
@@ -210,7 +210,7 @@ def test_splits_and_declines_are_counted_and_each_reason_is_told_of_once(
     one_rank.configure()
     one_rank.generate(PROMPTS[:1], 2)
     declined = {"nowhere to cut": 4, "DBO_MODE is off": 2, "no communication to hide": 2}
-    assert one_rank.statistics() == [{"split": 2, "concurrent": 0, "micro_batches": 4, "declined": declined}]
+    assert one_rank.statistics() == [{"split": 2, "nano": 0, "concurrent": 0, "micro_batches": 4, "declined": declined}]
     assert [(event, figures.get("reason"), figures.get("detail")) for event, figures in lines] == [
         ("new plan", None, None),
         ("step not split", "nowhere to cut", "1 requests, 1 tokens"),
@@ -227,7 +227,9 @@ def test_each_number_of_micro_batches_is_planned_and_told_of_once(
         one_rank.generate(PROMPTS)
         one_rank.configure(DBO_MICRO_BATCHES="3")
         one_rank.generate(PROMPTS)
-    assert one_rank.statistics() == [{"split": 4, "concurrent": 0, "micro_batches": 2 + 3 + 2 + 3, "declined": {}}]
+    assert one_rank.statistics() == [
+        {"split": 4, "nano": 0, "concurrent": 0, "micro_batches": 2 + 3 + 2 + 3, "declined": {}}
+    ]
     assert [event for event, _ in lines] == ["new plan", "new plan"]
     two, three = (figures for _, figures in lines)
     assert (two["micro_batches"], three["micro_batches"]) == (2, 3)

@@ -103,7 +103,13 @@ def test_a_stage_gives_split_what_it_gives_unsplit(stage: Stage, check: bool) ->
     assert isinstance(found, torch.Tensor if stage.is_last else IntermediateTensors)
     assert name(found).keys() == wanted.keys()
     assert all(torch.equal(name(found)[key], wanted[key]) for key in wanted)
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {
+        "split": 1,
+        "nano": 0,
+        "concurrent": 0,
+        "micro_batches": 2,
+        "declined": {},
+    }
 
 
 def test_embeddings_that_are_given_to_the_first_stage_are_taken() -> None:

@@ -68,7 +68,13 @@ def test_a_step_runs_in_micro_batches_each_in_its_own_context() -> None:
     model, splitter = Model(), Splitter()
     forward = make_forward(model, splitter)
     assert torch.equal(run(forward), EXPECTED)
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {
+        "split": 1,
+        "nano": 0,
+        "concurrent": 0,
+        "micro_batches": 2,
+        "declined": {},
+    }
     assert [id(context) for context in model.seen] == [id(context) for context in splitter.contexts]
     assert model.unsplit == []
 
@@ -139,6 +145,7 @@ def test_a_declined_step_runs_unsplit_with_the_arguments_as_they_are(
     assert model.seen == []
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
+        "nano": 0,
         "concurrent": 0,
         "micro_batches": 0,
         "declined": {reason: 1},
@@ -246,6 +253,7 @@ def test_a_step_that_is_not_split_may_have_concurrent_ops_and_counts_both(
     assert model.unsplit == []
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
+        "nano": 0,
         "concurrent": 1,
         "micro_batches": 0,
         "declined": {reason: 1},
@@ -520,6 +528,7 @@ def test_now_and_then_ranks_gather_what_they_learnt_and_correct_predictions_and_
     assert forward.runtime.config == config
     assert forward.runtime.statistics.as_dict() == {
         "split": PERIOD_STEPS,
+        "nano": 0,
         "concurrent": 0,
         "micro_batches": 2 * PERIOD_STEPS,
         "declined": {},

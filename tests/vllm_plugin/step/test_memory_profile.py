@@ -54,7 +54,13 @@ def test_vllms_profile_runs_split_without_attention_metadata_and_is_not_counted(
     own = copy_for_profile(served, served.runtime.device, GROUP)
     before = served.runtime.statistics.as_dict()
     run_both(one_rank.runner, served, own, one_rank.runner.profile_run, GROUP)
-    assert own.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": 2, "declined": {}}
+    assert own.runtime.statistics.as_dict() == {
+        "split": 1,
+        "nano": 0,
+        "concurrent": 0,
+        "micro_batches": 2,
+        "declined": {},
+    }
     after = served.runtime.statistics.as_dict()
     assert after["split"] == before["split"]
     assert one_rank.runner.get_model().forward is served

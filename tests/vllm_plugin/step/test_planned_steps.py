@@ -124,7 +124,13 @@ def test_steps_are_split_as_often_as_pays_most(
     forward.runtime.planner = make_planner(forward.runtime.program, fixed)
     forward.runtime.statistics = Statistics()
     assert_close(unsplit, one_rank.generate(PAIR))
-    assert forward.runtime.statistics.as_dict() == {"split": 1, "concurrent": 0, "micro_batches": parts, "declined": {}}
+    assert forward.runtime.statistics.as_dict() == {
+        "split": 1,
+        "nano": 0,
+        "concurrent": 0,
+        "micro_batches": parts,
+        "declined": {},
+    }
 
 
 def test_on_one_rank_auto_has_nothing_to_hide_whatever_costs_say(
@@ -135,6 +141,7 @@ def test_on_one_rank_auto_has_nothing_to_hide_whatever_costs_say(
     one_rank.generate(PAIR, 3)
     assert forward.runtime.statistics.as_dict() == {
         "split": 0,
+        "nano": 0,
         "concurrent": 0,
         "micro_batches": 0,
         "declined": {"no communication to hide": 3},
@@ -160,6 +167,7 @@ def test_auto_leaves_unsplit_what_costs_say_does_not_pay_and_logs_the_figures_on
         one_rank.generate(PAIR)
     assert networked.runtime.statistics.as_dict() == {
         "split": 0,
+        "nano": 0,
         "concurrent": 0,
         "micro_batches": 0,
         "declined": {"no gain predicted": 3},
@@ -205,6 +213,7 @@ def test_always_splits_what_costs_say_does_not_pay_and_off_splits_nothing(
     one_rank.generate(PAIR)
     assert forward.runtime.statistics.as_dict() == {
         "split": 1,
+        "nano": 0,
         "concurrent": 0,
         "micro_batches": 3,
         "declined": {"DBO_MODE is off": 1},

@@ -21,6 +21,7 @@ from tests.support.vllm.metrics import make_plan, scrape
 NOTHING = {
     "split": 0,
     "unsplit": 0,
+    "nano": 0,
     "concurrent": 0,
     "encoder_forwards": {"split": 0, "unsplit": 0},
     "micro_batches": 0,
@@ -99,6 +100,7 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
     assert dbo_runtime.statistics() == {
         "split": 2,
         "unsplit": 2,
+        "nano": 0,
         "concurrent": 0,
         "encoder_forwards": {"split": 2, "unsplit": 0},
         "micro_batches": 4,
