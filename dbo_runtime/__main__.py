@@ -51,38 +51,43 @@ class Command(NamedTuple):
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "doctor": Command("dbo_runtime.doctor.doctor_command", "report what keeps vLLM from splitting steps here"),
+        "doctor": Command(
+            "dbo_runtime.doctor.doctor_command", "check whether vLLM would split steps here, and say what prevents it"
+        ),
         "plan": Command(
-            "dbo_runtime.lab.whatif.plan_command", "predict from a cost file what splitting gains; needs no device"
+            "dbo_runtime.lab.whatif.plan_command",
+            "predict from a cost file what splitting a step gains; needs no device",
         ),
         "simulate": Command(
             "dbo_runtime.lab.simulate.simulate_command",
-            "simulate an instance that serves: requests/s at a service level, with and without overlap",
+            "simulate serving: requests/s within a service level, with and without overlap",
             "simpy",
             "lab",
         ),
         "calibrate": Command(
             "dbo_runtime.vllm_plugin.calibration.calibrate_command",
-            "measure a model's costs with vLLM",
+            "measure with vLLM how long a model's ops take, for DBO_COSTS",
             "vllm",
             passes_on=True,
         ),
         "adapter": Command(
             "dbo_runtime.lab.verify.adapter_command",
-            "verify a model's adapter against the model",
+            "verify a model's adapter against the model, or draft a new one",
             "vllm",
         ),
         "soak": Command(
             "dbo_runtime.lab.soak.soak_command",
-            "answer random traffic split and unsplit, and compare",
+            "answer random requests split and unsplit, and compare the answers",
             "vllm",
             passes_on=True,
         ),
         "trace": Command(
-            "dbo_runtime.lab.trace.trace_command", "summarize traces, or profiles of torch's profiler, and draw a step"
+            "dbo_runtime.lab.trace.trace_command",
+            "summarize traces of DBO_TRACE or profiles of PyTorch, and draw a step",
         ),
         "render": Command(
-            "dbo_runtime.lab.whatif.render_command", "print the schedule of a cost file's program, or check one"
+            "dbo_runtime.lab.whatif.render_command",
+            "print the schedule that a cost file leads to, or check a printed one",
         ),
     }
 )
@@ -126,8 +131,8 @@ def _make_parsers() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
     """Return the main parser, and the parser of each command, still without arguments."""
     parser = ArgumentParser(
         prog=_name_program(),
-        description="Dual-batch overlap for LLM serving.",
-        epilog="`COMMAND --help` shows what a command takes.",
+        description="Dual-batch overlap (DBO) for vLLM: one micro-batch computes while another communicates.",
+        epilog="`dbo COMMAND --help` shows the options of a command. Begin with `dbo doctor`.",
     )
     parser.add_argument("--version", action="version", version=_get_version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -215,3 +215,16 @@ def test_the_wheel_has_every_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in ROOT.glob("dbo_runtime/**/__init__.py")}
     assert set(settings["packages"]) == folders | {"dbo_models"}
+
+
+def test_the_readme_stays_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 900
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_readme_leads_to_every_page_that_a_user_begins_with() -> None:
+    links = set(re.findall(r"\]\((docs/[^)#]+)", (ROOT / "README.md").read_text()))
+    pages = "troubleshooting settings models pooling hardware benchmarks first-steps write-an-adapter compared"
+    assert {f"docs/{name}.md" for name in f"{pages} quickstart-ascend quickstart-cuda".split()} <= links

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 import types
+from argparse import Action, ArgumentParser
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -372,6 +374,25 @@ def test_every_command_answers_programs_too(name: str, capsys: pytest.CaptureFix
         program.main([name, "--help"])
     assert stopped.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+def list_options(name: str) -> list[Action]:
+    parser = ArgumentParser()
+    import_module(program.COMMANDS[name].module).add_arguments(parser)
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+@pytest.mark.parametrize("name", program.COMMANDS)
+def test_help_describes_every_option_with_its_default_and_unit(name: str) -> None:
+    needs = program.COMMANDS[name].needs
+    if needs is not None and find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    for option in list_options(name):
+        assert option.help, option.dest
+        if option.nargs != 0 and option.default not in (None, [], ""):
+            assert f"(default: {option.default}" in option.help.replace("%(default)s", str(option.default)), option.dest
+        takes_value = option.option_strings and option.nargs != 0
+        assert not takes_value or option.metavar, f"{option.dest}: name the value, or its unit"
 
 
 def run_render(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:

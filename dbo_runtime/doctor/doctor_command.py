@@ -25,10 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="MODEL_DIR",
-        help="also check the model in this folder, or a serve command after --",
+        help="folder of a model to check, too; or, after --, the command that serves it: dbo doctor -- vllm serve ...",
     )
-    parser.add_argument("--options", metavar="'...'", help="also check serving MODEL_DIR with these vLLM options")
+    parser.add_argument(
+        "--options",
+        metavar="'...'",
+        help="vLLM's options to serve MODEL_DIR with, in one string, such as '--tensor-parallel-size 8'",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.epilog = (
+        "It reads the settings from this shell's environment. Exit status: 1 if something prevents splitting."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.setting_sources import reread_environment
-from dbo_runtime.vllm_plugin.calibration.cost_source import BUDGET_SECONDS
+from dbo_runtime.vllm_plugin.calibration.report import BUDGET_SECONDS
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 
 if TYPE_CHECKING:

@@ -34,34 +34,115 @@ LARGEST = 1 << 20  # largest count on the command line
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
-    parser.add_argument("--chips", help="chips to spread experts over (default: 32, or as many as costs are of)")
-    requests = parser.add_argument_group("the requests (default: the means that DeepSeek served on 2025-02-28)")
-    requests.add_argument("--prompt", default="1915", help="mean computed tokens of a prompt")
-    requests.add_argument("--output", default="1211", help="mean tokens of an answer; 1 for a prefill instance")
-    requests.add_argument("--context", default="2468", help="tokens of a request already in the KV cache")
-    requests.add_argument("--spread", default="0.5", help="standard deviation of lengths, divided by their mean")
+    parser.add_argument(
+        "--costs",
+        metavar="FILE",
+        required=True,
+        help="cost file (`dbo calibrate` writes one), or name of a published case (`dbo plan --list`)",
+    )
+    parser.add_argument(
+        "--chips",
+        metavar="N",
+        help=f"chips to spread the experts of a published case over (default: {CHIPS}); a cost file has its own number",
+    )
+    requests = parser.add_argument_group(
+        "the requests", "The defaults are the means that DeepSeek served on 2025-02-28."
+    )
+    requests.add_argument(
+        "--prompt",
+        default="1915",
+        metavar="TOKENS",
+        help="mean tokens of a prompt that must be computed (default: %(default)s)",
+    )
+    requests.add_argument(
+        "--output",
+        default="1211",
+        metavar="TOKENS",
+        help="mean tokens of an answer; 1 simulates a prefill instance (default: %(default)s)",
+    )
+    requests.add_argument(
+        "--context",
+        default="2468",
+        metavar="TOKENS",
+        help="tokens that each request has in the KV cache already (default: %(default)s)",
+    )
+    requests.add_argument(
+        "--spread",
+        default="0.5",
+        metavar="X",
+        help="standard deviation of the lengths, divided by their mean (default: %(default)s)",
+    )
     server = parser.add_argument_group("the server")
-    server.add_argument("--budget", default="1024", help="tokens per rank and step, max_num_batched_tokens")
-    server.add_argument("--sequences", help="sequences per rank, max_num_seqs (default: as many as memory holds)")
-    server.add_argument("--micro-batches", default="2", help="the setting DBO_MICRO_BATCHES")
-    server.add_argument("--margin", default="0.02", help="the setting DBO_MARGIN")
+    server.add_argument(
+        "--budget",
+        default="1024",
+        metavar="TOKENS",
+        help="tokens of each rank in a step, as in --max-num-batched-tokens (default: %(default)s)",
+    )
+    server.add_argument(
+        "--sequences",
+        metavar="N",
+        help="sequences of each rank, as in --max-num-seqs "
+        f"(default: as many as memory holds, at most {MOST_SEQUENCES})",
+    )
+    server.add_argument(
+        "--micro-batches",
+        default="2",
+        metavar="N",
+        help="micro-batches, as in DBO_MICRO_BATCHES (default: %(default)s)",
+    )
+    server.add_argument(
+        "--margin",
+        default="0.02",
+        metavar="SHARE",
+        help="split if the predicted gain exceeds this share of a step's time, as in DBO_MARGIN (default: %(default)s)",
+    )
     truth = parser.add_argument_group("effects that the costs do not include")
-    truth.add_argument("--contention", default="1", help="minimum contention of compute and communication")
+    truth.add_argument(
+        "--contention",
+        default="1",
+        metavar="X",
+        help="factor by which compute and communication slow each other down at least (default: %(default)s)",
+    )
     truth.add_argument(
         "--imbalance",
-        help="imbalance of experts in the most uneven step; uniform from 1 (default: 1.3, or 1 without dispatch)",
+        metavar="X",
+        help="tokens of the rank with the busiest experts, divided by the mean of all ranks: drawn for each step "
+        f"between 1 and X (default: {IMBALANCE}, or 1 if experts stay on their rank)",
     )
-    truth.add_argument("--stragglers", default="0.001", help="probability that a rank is slow in a step")
-    truth.add_argument("--slowdown", default="1.5", help="factor by which it is slower")
+    truth.add_argument(
+        "--stragglers",
+        default="0.001",
+        metavar="P",
+        help="probability that a rank is slow in a step (default: %(default)s)",
+    )
+    truth.add_argument(
+        "--slowdown", default="1.5", metavar="X", help="factor by which such a rank is slower (default: %(default)s)"
+    )
     level = parser.add_argument_group("the service level")
-    level.add_argument("--ttft", default="2", help="seconds to the first token")
-    level.add_argument("--tpot", default="0.1", help="seconds from one token to the next")
-    level.add_argument("--quantile", default="0.99", help="share of requests that must get both")
+    level.add_argument(
+        "--ttft", default="2", metavar="SECONDS", help="longest time to the first token (default: %(default)s)"
+    )
+    level.add_argument(
+        "--tpot",
+        default="0.1",
+        metavar="SECONDS",
+        help="longest mean time from one token to the next (default: %(default)s)",
+    )
+    level.add_argument(
+        "--quantile",
+        default="0.99",
+        metavar="SHARE",
+        help="share of the requests that must get both (default: %(default)s)",
+    )
     runs = parser.add_argument_group("the runs")
-    runs.add_argument("--requests", help="requests per rank (default: enough for a steady state)")
-    runs.add_argument("--seeds", default="3", help="number of runs with different seeds")
-    runs.add_argument("--json", action="store_true", help="print figures as JSON")
+    runs.add_argument(
+        "--requests", metavar="N", help="requests of each rank in a run (default: enough for a steady state)"
+    )
+    runs.add_argument(
+        "--seeds", default="3", metavar="N", help="number of runs, each with its own seed (default: %(default)s)"
+    )
+    runs.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

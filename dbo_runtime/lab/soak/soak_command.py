@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from dbo_runtime.config import PREFIX, SWITCHES
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.lab.soak.check import REQUESTS, check_equivalence
+from dbo_runtime.lab.soak.check import REQUESTS, ROUND_REQUESTS, check_equivalence
 from dbo_runtime.lab.soak.comparison import TOLERANCE
 from dbo_runtime.setting_sources import make_switch
 from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
@@ -22,24 +22,58 @@ EXIT_DIFFERENT = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments. All others are arguments of vLLM's engine."""
-    parser.add_argument("model", help="directory or name of the model, as for `vllm serve`")
+    parser.add_argument("model", help="folder or name of the model, as for `vllm serve`")
     parser.add_argument(
-        "--requests", type=int, default=REQUESTS, help="number of requests, for each number of micro-batches"
+        "--requests",
+        type=int,
+        default=REQUESTS,
+        metavar="N",
+        help="requests to answer, for each number of micro-batches (default: %(default)s)",
     )
     parser.add_argument(
-        "--micro-batches", default="2", metavar="N,...", help="numbers of micro-batches to split steps into"
+        "--micro-batches",
+        default="2",
+        metavar="N,...",
+        help="numbers of micro-batches to try, one after the other, such as 2,3,4 (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
-    parser.add_argument("--rounds", metavar="N,...", help="run only these rounds, to repeat failures of a report")
-    parser.add_argument("--lora", action="append", default=[], metavar="DIR", help="a LoRA adapter; may be repeated")
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help="largest accepted difference of log-probabilities"
+        "--seed", type=int, default=0, metavar="N", help="seed to draw requests with (default: %(default)s)"
     )
-    parser.add_argument("--calibrate-between", action="store_true", help="measure costs of ops between requests")
-    parser.add_argument("--first-steps", action="store_true", help="compare first steps, as with an untested vLLM")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON; vLLM's log moves to stderr")
+    parser.add_argument(
+        "--rounds",
+        metavar="N,...",
+        help=f"run only these rounds of {ROUND_REQUESTS} requests, numbered from 0, to repeat failures of a report",
+    )
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder of a LoRA adapter that some requests use; may be repeated",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        metavar="X",
+        help="largest accepted difference of log-probabilities and of pooled numbers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--calibrate-between",
+        action="store_true",
+        help="calibrate in pauses between requests, as dbo_calibrate does on a server",
+    )
+    parser.add_argument(
+        "--first-steps",
+        action="store_true",
+        help="compare the first split steps of each kind with unsplit ones, as on an untested vLLM",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(program=parser.prog)
-    parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
+    parser.epilog = (
+        "All other options are passed to vLLM, such as --tensor-parallel-size 2. Settings of the environment (DBO_...) "
+        f"apply to the split steps. Exit status: {EXIT_DIFFERENT} if answers differ."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

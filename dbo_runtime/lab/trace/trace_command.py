@@ -29,11 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
         "path",
-        help="a trace, a torch profile (.json or .json.gz), or a folder of them, such as DBO_TRACE's",
+        help="a trace, a profile of torch.profiler (.json or .json.gz), or a folder of them, such as that of DBO_TRACE",
     )
-    parser.add_argument("--step", metavar="NUMBER", help="show only this step of a profile or of a folder of traces")
-    parser.add_argument("--figure", metavar="FILE", help="draw the lanes of one step as PNG, with a panel per rank")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON, in seconds")
+    parser.add_argument("--step", metavar="NUMBER", help="show this step only")
+    parser.add_argument(
+        "--figure", metavar="FILE", help="draw the lanes of one step as PNG, one panel for each rank (needs matplotlib)"
+    )
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON; times are in seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:

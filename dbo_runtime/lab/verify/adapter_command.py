@@ -30,25 +30,46 @@ NEW = "new"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", help=f"directory with the model's config.json; weights are random; or `{NEW}`")
+    parser.usage = f"%(prog)s [options] MODEL_DIR\n       %(prog)s {NEW} MODEL [--output FOLDER] [--json]"
+    parser.add_argument(
+        "model", metavar="MODEL_DIR", help="folder with the config.json of a model; weights are drawn at random"
+    )
     parser.add_argument(
         "drafted",
         nargs="?",
-        help=f"after `{NEW}`: an architecture or a model's directory, to write a draft for",
+        metavar=f"{NEW} MODEL",
+        help="write and verify the draft of an adapter for this architecture, or for the model in this folder",
     )
     parser.add_argument(
-        "--output", metavar="FOLDER", help="folder to make for the draft (default: named after ARCHITECTURE)"
+        "--output",
+        metavar="FOLDER",
+        help=f"for `{NEW}`: folder to write the draft to (default: named after the architecture)",
     )
-    parser.add_argument("--render", action="store_true", help="print the schedule, with every wait, record and free")
-    parser.add_argument("--micro-batches", default="2", help="the schedule's setting DBO_MICRO_BATCHES")
-    parser.add_argument("--policy", default="alternate", help="the schedule's setting DBO_POLICY")
+    parser.add_argument(
+        "--render", action="store_true", help="print the whole schedule, with every wait, record and free"
+    )
+    parser.add_argument(
+        "--micro-batches", default="2", metavar="N", help="micro-batches of the schedule (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--policy",
+        default="alternate",
+        metavar="NAME",
+        help="issue order of the schedule, as in DBO_POLICY (default: %(default)s)",
+    )
     parser.add_argument(
         "--simulate",
         metavar="OP=MS,...",
-        help="draw the times of the schedule's ops, given the ms of ops by name in an unsplit step",
+        help="draw the schedule's timeline, from the milliseconds of ops in an unsplit step, such as "
+        "attention=2,attn_reduce=1",
     )
-    parser.add_argument("--side", action="store_true", help="verify the program declared for a side lane")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON; vLLM's log moves to stderr")
+    parser.add_argument(
+        "--side", action="store_true", help="verify the program for two compute lanes, as with DBO_SIDE=on"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.epilog = (
+        f"Exit status: {EXIT_DIFFERENT} if results differ from the model's, or a draft could not be verified."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -48,56 +48,100 @@ MAX_BREAK_EVEN_DECODES = 1_024  # same for steps of decodes, which have one toke
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--costs", metavar="FILE", help="a cost file, or the name of a published case")
     parser.add_argument(
-        "--list", nargs="?", const="", metavar="NAME", help="list the published cases, or say where one comes from"
+        "--costs",
+        metavar="FILE",
+        help="cost file (`dbo calibrate` writes one), or name of a published case (see --list)",
     )
     parser.add_argument(
-        "--measurements", action="store_true", help="compare predictions with published measurements, and stop"
+        "--list", nargs="?", const="", metavar="NAME", help="list the published cases, or say where NAME comes from"
+    )
+    parser.add_argument(
+        "--measurements", action="store_true", help="print how far predictions are from published measurements"
     )
     step = parser.add_argument_group("the step")
     step.add_argument(
-        "--tokens", help=f"tokens in the step (default: those of the published case, or {DEFAULT_TOKENS})"
+        "--tokens",
+        metavar="N",
+        help=f"tokens of the step, all requests together (default: those of the published case, or {DEFAULT_TOKENS})",
     )
     step.add_argument(
-        "--requests", help="number of equal prompts that share the tokens (default: those of the case, or 1)"
+        "--requests",
+        metavar="N",
+        help="number of prompts that share the tokens evenly (default: that of the published case, or 1)",
     )
-    step.add_argument("--query-lens", metavar="N,N,...", help="the tokens of each request instead; 1 is a decode")
-    step.add_argument("--decodes", help="this number of decodes instead")
-    step.add_argument("--context", help="tokens of each request already in the KV cache (default: 0, or the case's)")
+    step.add_argument("--query-lens", metavar="N,N,...", help="tokens of each request, in place of both; 1 is a decode")
+    step.add_argument("--decodes", metavar="N", help="plan a step of N decodes, of one token each")
+    step.add_argument(
+        "--context",
+        metavar="N",
+        help="tokens that each request has in the KV cache already (default: those of the published case, or 0)",
+    )
     machine = parser.add_argument_group("the machine and the model")
-    machine.add_argument("--model", help=f"use this model's number of layers: {', '.join(MODELS)}")
-    machine.add_argument("--tp", help="scale to this number of tensor parallel ranks, a power of two")
-    machine.add_argument("--bandwidth", help="scale the network: a factor such as 0.5x, or a rate such as 100GB/s")
+    machine.add_argument("--model", metavar="NAME", help=f"take as many layers as this model has: {', '.join(MODELS)}")
+    machine.add_argument("--tp", metavar="N", help="scale the costs to N tensor parallel ranks, a power of two")
+    machine.add_argument(
+        "--bandwidth", metavar="RATE", help="scale the network: by a factor such as 0.5x, or to a rate such as 100GB/s"
+    )
     machine.add_argument(
         "--network",
         metavar="RANKS:RATE:RATE",
-        help="for --tp: ranks per host, and rates within a host and between hosts, such as 8:121.3GB/s:25GB/s "
-        "(default: those of the published case, or one level)",
+        help="where --tp may span hosts: ranks per host, a rank's rate within its host, and its rate to other hosts, "
+        "such as 8:121.3GB/s:25GB/s (default: those of the published case, or one rate for all)",
     )
     machine.add_argument(
-        "--imbalance", metavar="X", help="tokens of the busiest rank's experts, relative to the mean, such as 1.3"
+        "--imbalance",
+        metavar="X",
+        help="tokens of the rank with the busiest experts, divided by the mean of all ranks, such as 1.3 "
+        "(default: that of the costs)",
     )
-    settings = parser.add_argument_group("the settings DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE")
-    settings.add_argument("--micro-batches", default="auto")
-    settings.add_argument("--margin", default="0.02")
-    settings.add_argument("--policy", default="optimal")
-    settings.add_argument("--side", default="auto")
+    settings = parser.add_argument_group(
+        "the settings", "As in DBO_MICRO_BATCHES, DBO_MARGIN, DBO_POLICY and DBO_SIDE."
+    )
+    settings.add_argument(
+        "--micro-batches",
+        default="auto",
+        metavar="N",
+        help="micro-batches to split into; auto tries several numbers (default: %(default)s)",
+    )
+    settings.add_argument(
+        "--margin",
+        default="0.02",
+        metavar="SHARE",
+        help="split if the predicted gain exceeds this share of the step's time (default: %(default)s)",
+    )
+    settings.add_argument(
+        "--policy",
+        default="optimal",
+        metavar="NAME",
+        help="order of ops: optimal searches for the best, alternate, staggered and sequential are fixed "
+        "(default: %(default)s)",
+    )
+    settings.add_argument(
+        "--side",
+        default="auto",
+        metavar="MODE",
+        help="whether some ops run on a second compute lane: auto, on or off (default: %(default)s)",
+    )
     output = parser.add_argument_group("the output")
     output.add_argument(
-        "--sweep", metavar="AXES", help=f"print a table instead, over these axes: some of {','.join(GRIDS)}"
+        "--sweep",
+        metavar="AXES",
+        help=f"print a table of gains over one or more of these axes, with commas between: {', '.join(GRIDS)}",
     )
     output.add_argument(
         "--scale",
         nargs="?",
         const="",
         metavar="MODEL",
-        help=f"print instead the gain on {CHIPS[0]} to {CHIPS[-1]} chips: for r1, for qwen3-235b, for all if "
-        "none is named, or for the case that --costs names",
+        help=f"print a table of gains on {CHIPS[0]} to {CHIPS[-1]} chips: of MODEL (r1 or qwen3-235b), of the "
+        "published case in --costs, or of all",
     )
-    output.add_argument("--trace", metavar="FILE", help="write the split step's timeline for ui.perfetto.dev, as JSON")
+    output.add_argument(
+        "--trace", metavar="FILE", help="write the timeline of the split step, to open in ui.perfetto.dev"
+    )
     output.add_argument("--figure", metavar="FILE", help="draw the step unsplit and split, as PNG (needs matplotlib)")
-    output.add_argument("--json", action="store_true", help="print figures as JSON")
+    output.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

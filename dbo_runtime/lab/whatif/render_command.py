@@ -37,14 +37,35 @@ INVALID = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--costs", metavar="FILE", required=True, help="a cost file, or the name of a published case")
-    parser.add_argument("--layers", type=int, help="number of layers (default: one per run of equal layers)")
-    parser.add_argument("--micro-batches", default="auto", help="the setting DBO_MICRO_BATCHES; auto is 2")
-    parser.add_argument("--policy", default="optimal", help="the setting DBO_POLICY (default: optimal)")
+    parser.add_argument(
+        "--costs", metavar="FILE", required=True, help="cost file, or name of a published case (`dbo plan --list`)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="number of layers to show (default: one of each kind that the costs have)",
+    )
+    parser.add_argument(
+        "--micro-batches",
+        default="auto",
+        metavar="N",
+        help="number of micro-batches (default: %(default)s, which is 2)",
+    )
+    parser.add_argument(
+        "--policy", default="optimal", metavar="NAME", help="issue order, as in DBO_POLICY (default: %(default)s)"
+    )
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--check", metavar="FILE", help="check instead whether a printed schedule is safe")
-    shown.add_argument("--source", action="store_true", help="also print the function that issues it onto streams")
+    shown.add_argument(
+        "--check",
+        metavar="FILE",
+        help="check whether the schedule in FILE, as printed by this command, cannot race or hang",
+    )
+    shown.add_argument(
+        "--source", action="store_true", help="also print the Python function that issues the schedule onto streams"
+    )
     parser.add_argument("--json", action="store_true", help="print the schedule as JSON")
+    parser.epilog = f"Exit status: {INVALID} if the schedule of --check is not safe."
 
 
 def run(arguments: argparse.Namespace) -> int:

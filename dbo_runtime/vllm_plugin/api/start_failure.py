@@ -33,6 +33,14 @@ _REMEDIES = (
         re.compile(r"gloo|connectFullMesh", re.IGNORECASE),
         "Set VLLM_HOST_IP and GLOO_SOCKET_IFNAME to this host's address and network interface.",
     ),
+    (
+        re.compile(r"divisible by tensor parallel size", re.IGNORECASE),
+        "Choose a --tensor-parallel-size that divides the number of heads.",
+    ),
+    (
+        re.compile(r"max_model_len .*is greater than the derived max_model_len"),
+        "Lower --max-model-len to the model's own maximum, or leave it out.",
+    ),
 )
 
 
@@ -46,7 +54,7 @@ def describe_failure(model: str, log: str, error: BaseException) -> str:
     """
     text = list_problems(error)
     cause = find_cause(f"{log}\n{type(error).__name__}: {text}") or text.partition("\n")[0]
-    return f"vLLM fails: {_shorten(cause).rstrip('.')}. {find_remedy(model, cause)}".rstrip()
+    return f"vLLM fails: {_shorten(cause)} {find_remedy(model, cause)}".rstrip()
 
 
 def find_cause(log: str) -> str:
@@ -65,8 +73,12 @@ def find_cause(log: str) -> str:
 
 
 def _shorten(text: str) -> str:
+    """Return the text on one line. If it is long, end it after the last whole sentence, or else in the middle."""
     short = " ".join(text.split())
-    return short if len(short) <= MAX_CHARACTERS else f"{short[:MAX_CHARACTERS]} ..."
+    if len(short) <= MAX_CHARACTERS:
+        return f"{short.rstrip('.')}."
+    sentences, end, _ = short[:MAX_CHARACTERS].rpartition(". ")
+    return f"{sentences}." if end else f"{short[:MAX_CHARACTERS].rpartition(' ')[0]} ..."
 
 
 def find_remedy(model: str, cause: str) -> str:

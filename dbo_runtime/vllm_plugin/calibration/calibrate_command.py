@@ -18,20 +18,31 @@ from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
 from dbo_runtime.vllm_plugin.api.engine_log import keep_log
 from dbo_runtime.vllm_plugin.api.interrupt import end_children_on_interrupt
 from dbo_runtime.vllm_plugin.calibration.outlook import find_outlook
-from dbo_runtime.vllm_plugin.calibration.report import Report
+from dbo_runtime.vllm_plugin.calibration.report import BUDGET_SECONDS, Report
 
 EXTENSION = "dbo_runtime.vllm_plugin.extension.WorkerExtension"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments. All others are arguments of vLLM's engine."""
-    parser.add_argument("model", help="directory or name of the model, as for `vllm serve`")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the cost file to write, for DBO_COSTS")
-    parser.add_argument("--budget", type=float, help="seconds to measure (default: the same as for DBO_CALIBRATE=1)")
+    parser.add_argument("model", help="folder or name of the model, as for `vllm serve`")
+    parser.add_argument("--output", required=True, metavar="FILE", help="cost file to write; serve with DBO_COSTS=FILE")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help=f"about how long to measure, after vLLM's start (default: {BUDGET_SECONDS:g})",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--verbose", action="store_true", help="show vLLM's log on standard error")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show vLLM's log on standard error (default: in a file, which stays if vLLM fails)",
+    )
     parser.set_defaults(program=parser.prog)
-    parser.epilog = "All other arguments are those of vLLM's engine, such as --tensor-parallel-size 2."
+    parser.epilog = (
+        "All other options are passed to vLLM. Name those that you serve with, such as --tensor-parallel-size 8."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from dbo_runtime.planner.costs.program_spec import are_alike, describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.calibration.identity import Identity
-from dbo_runtime.vllm_plugin.calibration.report import Report
+from dbo_runtime.vllm_plugin.calibration.report import BUDGET_SECONDS, Report
 from dbo_runtime.vllm_plugin.parallel.agreement import format_ranks, gather
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -28,8 +28,6 @@ from dbo_runtime.vllm_plugin.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-BUDGET_SECONDS = 45.0  # approximate seconds of a calibration
 
 
 class CostSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+BUDGET_SECONDS = 45.0  # approximate seconds of a calibration, unless asked for others
 GOOD_FIT = 0.05  # median relative error of steps; larger ones exceed most gains
 
 

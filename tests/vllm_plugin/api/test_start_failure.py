@@ -30,6 +30,12 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   Value error, Invalid repository ID or local directory specified: 'tiny' [type=value_error, input_value=X]
     For further information visit https://errors.pydantic.dev/2/v/value_error
 """
+LENGTH = (
+    "(APIServer pid=9) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+    "  Value error, User-specified max_model_len (100000) is greater than the derived max_model_len (4096). "
+    f"To allow overriding this maximum, set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1. {'Be very careful with it, ' * 20}"
+    "[type=value_error, input_value=X]\n"
+)
 
 
 def test_the_root_cause_is_found_behind_what_only_points_at_it(tmp_path: Path) -> None:
@@ -50,6 +56,26 @@ def test_a_lack_of_memory_has_a_remedy(tmp_path: Path) -> None:
 def test_of_a_validation_what_is_wrong_is_shown(tmp_path: Path) -> None:
     said = describe_failure(str(tmp_path), INVALID, GENERIC)
     assert said == "vLLM fails: Invalid repository ID or local directory specified: 'tiny'."
+
+
+def test_ranks_that_do_not_divide_the_heads_have_a_remedy(tmp_path: Path) -> None:
+    heads = "Total number of attention heads (4) must be divisible by tensor parallel size (3)."
+    said = describe_failure(str(tmp_path), "", ValueError(heads))
+    assert said == f"vLLM fails: {heads} Choose a --tensor-parallel-size that divides the number of heads."
+
+
+def test_a_long_message_ends_after_a_sentence_and_before_the_remedy(tmp_path: Path) -> None:
+    assert describe_failure(str(tmp_path), LENGTH, GENERIC) == (
+        "vLLM fails: User-specified max_model_len (100000) is greater than the derived max_model_len (4096). "
+        "To allow overriding this maximum, set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1. "
+        "Lower --max-model-len to the model's own maximum, or leave it out."
+    )
+
+
+def test_a_long_sentence_is_cut_and_says_so(tmp_path: Path) -> None:
+    said = describe_failure(str(tmp_path), "", ValueError("word " * 200))
+    assert said.endswith("word ...")
+    assert len(said) < 450
 
 
 @pytest.mark.parametrize(
