@@ -35,6 +35,16 @@ STEP_REMEDIES = (
         "nothing for decodes of one request; for long prompts leave chunked prefill on",
     ),
     Remedy(
+        ("fewer tokens than nano-batches",),
+        "a nano-batch of this step, or of a data parallel rank, would have no token",
+        "nothing; DBO_MICRO_BATCHES sets the number of nano-batches",
+    ),
+    Remedy(
+        ("no op of the model is declared token-wise", "nano-batches are not for this model"),
+        "DBO_SPLIT=nano cuts ops that are declared token-wise, and the adapter declares none",
+        "DBO_SPLIT=micro; or declare them: docs/write-an-adapter.md#nano-batches",
+    ),
+    Remedy(
         ("no balanced cut",),
         "without costs `auto` wants each part to have at least a tenth of an even one's work",
         "calibrate: costs decide then",

@@ -48,8 +48,8 @@ class NanoProgram:
 
     Attributes:
         program: the ops of all nano-batches. Its outputs are those of nano-batch 0, then of nano-batch 1, and so on.
-        parts: for each value of the original program that is cut, its part in each nano-batch.
-        wholes: for each value of the original program that some op gets undivided, that value.
+        parts: parts in each nano-batch, by value of the original program; only of values that are cut.
+        wholes: undivided values, by value of the original program; only of those that some op gets undivided.
     """
 
     program: Program
@@ -204,8 +204,8 @@ class JointCall:
     Args:
         op: the op, as it was declared.
         count: number of nano-batches.
-        joins: for each value that the op reads, whether it is given in parts.
-        cuts: for each value that the op writes, whether it is returned in parts.
+        joins: whether a value is given in parts, for each value that the op reads.
+        cuts: whether a value is returned in parts, for each value that the op writes.
         rows: joins and cuts values.
         producers: the op that wrote each value; only for error messages.
     """

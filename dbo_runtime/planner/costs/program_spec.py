@@ -133,10 +133,11 @@ def repeat_runs(spec: ProgramSpec, repeats: Sequence[int]) -> ProgramSpec:
 
 def are_alike(one: ProgramSpec, other: ProgramSpec) -> bool:
     """Return whether costs of one program are costs of the other. Older cost files do not say what is token-wise."""
-    return _forget_token_wise(one) == _forget_token_wise(other)
+    return forget_token_wise(one) == forget_token_wise(other)
 
 
-def _forget_token_wise(spec: ProgramSpec) -> ProgramSpec:
+def forget_token_wise(spec: ProgramSpec) -> ProgramSpec:
+    """Return the spec as files had it before ops could be declared token-wise."""
     runs = (run._replace(ops=tuple(op._replace(token_wise=False) for op in run.ops)) for run in spec.runs)
     return replace(spec, runs=tuple(runs))
 

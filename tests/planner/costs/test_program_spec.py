@@ -171,9 +171,9 @@ def test_values_are_named_after_who_wrote_them() -> None:
     first, second, last = spec.runs
     assert spec.inputs == ("x", "positions")
     assert spec.outputs == ("final_norm",)
-    assert first.ops[0] == OpSpec("attn_norm", "compute", ("x", "x"), outputs=2)
-    assert first.ops[3] == OpSpec("mlp_norm", "compute", ("attn_reduce", "attn_norm.1"), outputs=2)
-    assert second.ops[0] == OpSpec("attn_norm", "compute", ("mlp_reduce", "mlp_norm.1"), outputs=2)
+    assert first.ops[0] == OpSpec("attn_norm", "compute", ("x", "x"), outputs=2, token_wise=True)
+    assert first.ops[3] == OpSpec("mlp_norm", "compute", ("attn_reduce", "attn_norm.1"), outputs=2, token_wise=True)
+    assert second.ops[0] == OpSpec("attn_norm", "compute", ("mlp_reduce", "mlp_norm.1"), outputs=2, token_wise=True)
     assert last.ops[0].reads == ("mlp_reduce", "mlp_norm.1")
 
 

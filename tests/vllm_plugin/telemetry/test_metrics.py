@@ -53,9 +53,11 @@ def test_steps_are_counted_by_mode_and_reason(folder: Path) -> None:
     metrics.count_step(Decline("padded batch", "8 tokens"))
     unsplit = make_plan(32, 32)
     metrics.count_step(replace(unsplit, slices=unsplit.slices[:1]))
+    metrics.count_step(replace(unsplit, slices=unsplit.slices[:1], nano_batches=unsplit.slices))
     found = scrape(folder)
     steps = found["vllm:dbo_steps_total"]
-    assert steps == {("tiny", "0", "split"): 2, ("tiny", "0", "unsplit"): 2, ("tiny", "0", "concurrent"): 1}
+    by_mode = {"split": 2, "unsplit": 2, "concurrent": 1, "nano": 1}
+    assert steps == {("tiny", "0", mode): count for mode, count in by_mode.items()}
     assert list(found["vllm:dbo_declines_total"].values()) == [2]
     assert list(found["vllm:dbo_micro_batches_total"].values()) == [5]
     buckets = {float(labels[-1]): value for labels, value in found["vllm:dbo_micro_batch_tokens_bucket"].items()}
@@ -115,7 +117,9 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         "communication_seconds": 10.0,
         "hidden_seconds": 3.0,
     }
-    assert len(scrape(folder)["vllm:dbo_steps_total"]) == 6  # an engine each, split, unsplit and concurrent
+    assert (
+        len(scrape(folder)["vllm:dbo_steps_total"]) == 8
+    )  # two engines, four modes
 
 
 @pytest.mark.parametrize(("asks", "asked"), [(True, "yes"), (False, "no")])
