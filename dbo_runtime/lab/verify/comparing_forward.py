@@ -13,16 +13,20 @@ from dbo_runtime.adapters.contract import POSITIONS, X
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import SplitError
+from dbo_runtime.ir.nano_batches import SIZES, NanoProgram, cut_program
 from dbo_runtime.ir.op import Op
 from dbo_runtime.ir.policies import latest_first
 from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.sanitizer.memory import copy_tensors, list_tensors
 from dbo_runtime.lab.verify.results import find_first_mismatch, find_first_unmatched, listen
 from dbo_runtime.lab.verify.stage_verification import StageVerification
 from dbo_runtime.lab.verify.watched_run import Fault, WatchedRun, run_watched
+from dbo_runtime.nano_sizes import slice_nano_batches
 from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -168,6 +172,11 @@ class ComparingForward:
                 self.verification.cuts += 1
                 self._note_faults(step, cut, parts.faults)
                 self._note(step, cut, find_first_mismatch(program, unsplit, parts.kept))
+            if any(op.token_wise for op in program.ops):
+                self._restore(before)
+                nano, kept = self._run_nano_batches(context, cut, x, positions)
+                self._note_faults(f"{step}, in nano-batches", cut, nano.faults)
+                self._note(f"{step}, in nano-batches", cut, find_first_mismatch(program, unsplit, kept))
 
     def _run_cut(
         self, context: ForwardContext, batch: Batch, cut: int, x: torch.Tensor, positions: torch.Tensor
@@ -187,6 +196,27 @@ class ComparingForward:
         with forward_context.override_forward_context(contexts[0]):
             return run_watched(programs, inputs, latest_first(programs), lambda mb: enter_context(contexts[mb]))
 
+    def _run_nano_batches(
+        self, context: ForwardContext, cut: int, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[WatchedRun, list[dict[Value, Any]]]:
+        """Run both nano-batches, the second first; return the run, and what each op wrote in each nano-batch."""
+        sizes = [cut, len(x) - cut]
+        nano = cut_program(self.verification.program, len(sizes), TENSOR_ROWS, latest_first)
+        slices = slice_nano_batches(sizes)
+        contexts = self._splitter.cut_ops(context, slices)
+        given = {X: x.clone(), POSITIONS: positions, SIZES: sizes}
+        tokens = [piece.tokens for piece in slices]
+        inputs = nano.program.cut_inputs(given, slice(0, len(x)), slice(0, 1), tokens)
+        with forward_context.override_forward_context(contexts[0]):
+            run = run_watched([nano.program], [inputs], enter=lambda number: enter_context(contexts[number]))
+        return run, [
+            {value: _take_part(nano, run.kept[0], value, number, piece) for value in self._list_written()}
+            for number, piece in enumerate(tokens)
+        ]
+
+    def _list_written(self) -> list[Value]:
+        return [value for op in self.verification.program.ops for value in op.writes]
+
     def _note_faults(self, step: str, cut: int | None, faults: list[Fault]) -> None:
         """Note undeclared effects of ops. Each is noted only once, because it is the same at most cuts."""
         known = {(mismatch.op, mismatch.fault) for mismatch in self.verification.mismatches}
@@ -199,3 +229,11 @@ class ComparingForward:
         if mismatch is not None:
             op, error = mismatch
             self.verification.mismatches.append(Mismatch(op.label, op.declared_at, cut, step, error))
+
+
+def _take_part(nano: NanoProgram, kept: dict[Value, Any], value: Value, number: int, tokens: slice) -> Any:
+    """Return what was written of a value in a nano-batch. Values that joint ops pass to each other are cut here."""
+    if value in nano.parts:
+        return kept[nano.parts[value][number]]
+    whole = kept[nano.wholes[value]]
+    return whole[tokens] if isinstance(whole, torch.Tensor) else whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -46,13 +47,15 @@ class WatchedRun:
     _done: list[int] = field(default_factory=list)
 
     def run(self, inputs: Sequence[Sequence[Any]], order: Iterable[Issue], enter: Enter) -> None:
-        """Run the ops in *order*. *enter* makes a micro-batch current."""
+        """Run the ops in *order*. *enter* makes a context current, by its number (see `Schedule.list_contexts`)."""
+        first_contexts = [0, *accumulate(1 + program.nano_batches for program in self.programs)]
         self._values = [dict(zip(p.inputs, given, strict=True)) for p, given in zip(self.programs, inputs, strict=True)]
         self.kept = [{} for _ in self.programs]
         self._done = [0] * len(self.programs)
         for micro_batch, position in order:
-            enter(micro_batch)
-            self._run_op(micro_batch, self.programs[micro_batch].ops[position])
+            op = self.programs[micro_batch].ops[position]
+            enter(first_contexts[micro_batch] + op.context)
+            self._run_op(micro_batch, op)
             self._done[micro_batch] = position + 1
 
     def _run_op(self, micro_batch: int, op: Op) -> None:

@@ -117,9 +117,7 @@ def test_python_reads_the_same_summed_over_engines(folder: Path) -> None:
         "communication_seconds": 10.0,
         "hidden_seconds": 3.0,
     }
-    assert (
-        len(scrape(folder)["vllm:dbo_steps_total"]) == 8
-    )  # two engines, four modes
+    assert len(scrape(folder)["vllm:dbo_steps_total"]) == 8  # two engines, four modes
 
 
 @pytest.mark.parametrize(("asks", "asked"), [(True, "yes"), (False, "no")])
