@@ -142,6 +142,8 @@ class _Cutter:
     def _end_region(self) -> None:
         if not self._region:
             return
+        for value in (value for op in self._region for value in op.writes):
+            self._parts[value] = self._make_parts(value)
         pieces = [Program((), tuple(self._region), ())] * self._count
         for number, position in self._policy(pieces):
             self._add_part(self._region[position], number)
@@ -149,14 +151,11 @@ class _Cutter:
 
     def _add_part(self, op: Op, number: int) -> None:
         """Add a token-wise op of one nano-batch."""
-        writes = tuple(self._make_value(f"{value.name}#{number}") for value in op.writes)
-        for value, part in zip(op.writes, writes, strict=True):
-            self._parts[value] = (*self._parts.get(value, ()), part) if number else (part,)
         self._ops.append(
             replace(
                 op,
                 reads=tuple(self._get_part(value, number) for value in op.reads),
-                writes=writes,
+                writes=tuple(self._parts[value][number] for value in op.writes),
                 overwrites=tuple(self._get_part(value, number) for value in op.overwrites),
                 nano_batch=number,
             )
@@ -178,7 +177,7 @@ class _Cutter:
         writes: list[Value] = []
         for value, is_cut in zip(op.writes, cuts, strict=True):
             if is_cut:
-                self._parts[value] = tuple(self._make_value(f"{value.name}#{n}") for n in range(self._count))
+                self._parts[value] = self._make_parts(value)
                 writes += self._parts[value]
             else:
                 self._wholes[value] = self._make_value(value.name)
@@ -186,6 +185,9 @@ class _Cutter:
         overwrites = tuple(self._wholes[value] for value in op.overwrites if value in self._wholes)
         call = JointCall(op, self._count, joins, cuts, self._rows, self._producers)
         self._ops.append(replace(op, fn=call, reads=tuple(reads), writes=tuple(writes), overwrites=overwrites))
+
+    def _make_parts(self, value: Value) -> tuple[Value, ...]:
+        return tuple(self._make_value(f"{value.name}#{number}") for number in range(self._count))
 
     def _make_value(self, name: str) -> Value:
         self._made += 1

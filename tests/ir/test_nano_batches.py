@@ -23,7 +23,9 @@ from dbo_runtime.ir.validate import validate, validate_collectives
 
 Cells = list[int]
 EXECUTORS = pytest.mark.parametrize("make", [Executor, GeneratedExecutor])
-POLICIES = st.sampled_from([("sequential", 0), ("alternate", 0), ("staggered", 1), ("staggered", 2)])
+POLICIES = st.sampled_from(
+    [("sequential", 0), ("alternate", 0), ("staggered", 1), ("staggered", 2), ("latest_first", 0)]
+)
 
 
 def join(parts: Sequence[Cells]) -> Cells:

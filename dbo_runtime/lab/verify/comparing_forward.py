@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -175,7 +175,8 @@ class ComparingForward:
             if any(op.token_wise for op in program.ops):
                 self._restore(before)
                 nano, kept = self._run_nano_batches(context, cut, x, positions)
-                self._note_faults(f"{step}, in nano-batches", cut, nano.faults)
+                faults = [Fault(replace(op, nano_batch=None), what) for op, what in nano.faults]
+                self._note_faults(f"{step}, in nano-batches", cut, faults)
                 self._note(f"{step}, in nano-batches", cut, find_first_mismatch(program, unsplit, kept))
 
     def _run_cut(

@@ -1,0 +1,123 @@
+"""Steps in nano-batches are predicted as an event by event simulation says, and chosen where they are fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dbo_runtime.batch import Batch
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Instruction
+from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.simulation import predict_timeline
+from dbo_runtime.planner.online.split_choice import SplitChoice
+
+PREFILL = Batch((4096,) * 4, 4 * 4096)
+DECODES = Batch((1,) * 128, 0, context_lens=(4096,) * 128)
+CASES = ["r1-tp16-941", "llama70b-tp8-11329"]
+
+
+def record(case: str) -> Program:
+    """Return the program of a published case. It does not say what is token-wise: all but attention."""
+    program = build_program(get_case(case).table.program).fold_side()
+    return replace(program, ops=tuple(replace(op, token_wise=not op.ordered) for op in program.ops))
+
+
+def make_planner(case: str, batch: Batch) -> Planner:
+    return Planner(record(case), get_case(case).table, shapes=[batch])
+
+
+def choose(planner: Planner, batch: Batch, **settings: Any) -> SplitChoice:
+    choice = planner.choose(batch, RuntimeConfig(**{"mode": "always", "probation": False, **settings}))
+    assert isinstance(choice, SplitChoice), choice
+    return choice
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_prediction_is_the_end_of_a_simulation_of_all_ops(case: str, count: int) -> None:
+    planner, table = make_planner(case, PREFILL), get_case(case).table
+    choice = choose(planner, PREFILL, split="nano", micro_batches=count)
+    features = choice.cut.features
+    assert [each.tokens for each in features] == [4 * 4096, *(each.tokens for each in features[1:])]
+    assert sum(each.tokens for each in features[1:]) == 4 * 4096
+    assert len(features) == 1 + count
+
+    def find(instruction: Instruction) -> BatchFeatures:
+        number = instruction.op.nano_batch
+        return features[0] if number is None else features[1 + number]
+
+    def credit(instruction: Instruction) -> float:
+        cost = table.ops[instruction.op.name]
+        return getattr(cost, "credit", lambda _: 0.0)(find(instruction))
+
+    timeline = predict_timeline(
+        choice.order.schedule,
+        lambda instruction: table.ops[instruction.op.name].time(find(instruction)),
+        table.contention,
+        table.host,
+        credit,
+    )
+    end = table.host.time_split(max(span.end for span in timeline.spans), PREFILL.tokens)
+    assert choice.prediction.split == pytest.approx(end, rel=5e-3)
+    assert choice.prediction.nano_batches == count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_are_chosen_for_prefills_that_have_both(case: str) -> None:
+    planner = make_planner(case, PREFILL)
+    both = choose(planner, PREFILL, mode="auto", split="auto").prediction
+    micro = choose(planner, PREFILL, mode="auto", split="micro").prediction
+    nano = choose(planner, PREFILL, mode="auto", split="nano").prediction
+    assert (both.nano_batches, nano.micro_batches) == (0, 1)
+    assert both.split == pytest.approx(micro.split)
+    assert both.split <= nano.split < both.unsplit
+
+
+def test_the_order_alone_is_chosen_for_decodes_that_lose_if_they_are_cut() -> None:
+    planner = make_planner("r1-tp16-941", DECODES)
+    assert isinstance(planner.choose(DECODES, RuntimeConfig(split="micro", probation=False)), Decline)
+    prediction = choose(planner, DECODES, mode="auto", split="auto").prediction
+    assert prediction.nano_batches == 1
+    assert prediction.gain > 0.05
+
+
+def test_a_remembered_decision_is_adapted_to_a_step_of_another_size() -> None:
+    planner = make_planner("r1-tp16-941", PREFILL)
+    first = choose(planner, PREFILL, mode="auto", split="nano")
+    again = choose(planner, Batch((4096, 4000, 4096, 4096), 16_288), mode="auto", split="nano")
+    assert again.order is first.order
+    assert again.cut.features[0].tokens == 16_288
+    assert sum(each.tokens for each in again.cut.features[1:]) == 16_288
+
+
+def test_ranks_share_nano_batches_by_their_numbers_of_tokens() -> None:
+    planner = make_planner("r1-tp16-941", PREFILL)
+    config = RuntimeConfig(split="nano", mode="always", micro_batches=2, probation=False)
+    choice = planner.choose_data_parallel([9000, 8001], config)
+    assert isinstance(choice, SplitChoice)
+    assert choice.sizes == ((4500, 4000), (4500, 4001))
+    assert [each.tokens for each in choice.cut.features] == [9000, 4500, 4500]
+    assert isinstance(planner.choose_data_parallel([9000, 1], config), Decline)
+
+
+def test_a_step_of_which_only_the_tokens_are_known_has_nano_batches() -> None:
+    planner = make_planner("r1-tp16-941", PREFILL)
+    choice = planner.choose_unread(16_384, RuntimeConfig(split="auto", probation=False))
+    assert isinstance(choice, SplitChoice)
+    assert choice.prediction.nano_batches > 1
+
+
+def test_a_program_that_declares_nothing_token_wise_has_no_nano_batches() -> None:
+    case = get_case("r1-tp16-941")
+    planner = Planner(build_program(case.table.program).fold_side(), case.table, shapes=[PREFILL])
+    declined = planner.choose(PREFILL, RuntimeConfig(split="nano"))
+    assert isinstance(declined, Decline)
+    assert declined.reason == "nowhere to cut"
