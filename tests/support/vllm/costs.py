@@ -18,6 +18,7 @@ from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measur
 from dbo_runtime.vllm_plugin.calibration.shapes import Shape
 from dbo_runtime.vllm_plugin.install.served_model import get_served_model
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
 
 FEW_SHAPES = [Shape(2, 1, 16), Shape(1, 8), Shape(4, 8), Shape(3, 1, 200), Shape(1, 64)]
 BYTES = 512.0  # a token of the tiny model: 128 numbers in float32
@@ -73,6 +74,12 @@ def get_costs(forward: SplitForward) -> CostSource:
     return served.costs
 
 
+def make_up_costs(worker: Any) -> None:
+    """Let a worker plan by the made-up costs of `make_planner`."""
+    runtime = worker.model_runner.get_model().forward.runtime
+    runtime.planner = make_planner(runtime.program)
+
+
 def forget_costs(worker: Any) -> None:
     """Let a worker plan without costs again."""
     worker.model_runner.get_model().forward.runtime.planner = None
@@ -91,4 +98,5 @@ def make_planner(program: Program, fixed: float = 0.0, split: float = 0.0) -> Pl
     costs["attention"] = ComputeCost(fixed=fixed, per_token=10e-6)
     origin = Provenance("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     errors = dict.fromkeys(costs, 0.0)
-    return Planner(program, CostTable(origin, describe_program(program), costs, {}, HostCost(split=split), errors))
+    table = CostTable(origin, describe_program(program), costs, {}, HostCost(split=split), errors)
+    return Planner(program, table, rows=TENSOR_ROWS)

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from dbo_runtime.batch import Batch
+from tests.support.vllm.costs import forget_costs, make_up_costs
 from tests.support.vllm.engine import Answer, Engine, make_prompt
-from tests.support.vllm.equivalence import MIXED, NANO, PROMPTS, assert_close, get_unsplit, run_in_nano_batches
+from tests.support.vllm.equivalence import LENGTHS, MIXED, NANO, PROMPTS, assert_close, get_unsplit, run_in_nano_batches
 from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, LONG, count_since, generate, run_prompts
 from tests.support.vllm.ranks import Ranks
 
@@ -46,6 +48,30 @@ def test_fewer_tokens_than_nano_batches_are_declined(two_ranks: Engine) -> None:
     reason = "fewer tokens than nano-batches"
     assert after["nano"] == before["nano"]
     assert after["declined"].get(reason, 0) == before["declined"].get(reason, 0) + 1
+
+
+@pytest.mark.parametrize(("count", "expected"), [("auto", 8), ("3", 3)])
+def test_with_costs_the_planner_chooses_how_many(two_ranks: Engine, count: str, expected: int) -> None:
+    two_ranks.llm.collective_rpc(make_up_costs)
+    settings = {"DBO_MODE": "auto", "DBO_SPLIT": "nano", "DBO_MICRO_BATCHES": count, "DBO_PROBATION": "0"}
+    try:
+        before = two_ranks.statistics()
+        two_ranks.configure(**settings)
+        answers = two_ranks.generate(PROMPTS)
+        plans = two_ranks.llm.collective_rpc(get_last_order)
+    finally:
+        two_ranks.llm.collective_rpc(forget_costs)
+        two_ranks.configure(DBO_MODE="always")
+    assert [after["nano"] - rank["nano"] for after, rank in zip(two_ranks.statistics(), before, strict=True)] == [1, 1]
+    assert {name.rpartition("-")[2] for name in plans} == {str(expected)}
+    assert_close(get_unsplit(two_ranks, PROMPTS), answers)
+
+
+def get_last_order(worker: Any) -> str:
+    """Return the name of the order that the planner would choose for all prompts at once."""
+    runtime = worker.model_runner.get_model().forward.runtime
+    choice = runtime.planner.choose(Batch(LENGTHS, sum(LENGTHS)), runtime.config)
+    return str(choice.order.name)
 
 
 @pytest.mark.parametrize("check", ["1", "races"])
