@@ -32,6 +32,7 @@ from dbo_runtime.lab.whatif.scale import (
 from dbo_runtime.lab.whatif.scale_cases import find_scale_cases
 from dbo_runtime.lab.whatif.sweep import GRIDS, has_sizes, list_steps, parse_axes, sweep
 from dbo_runtime.lab.whatif.sweep_report import describe_sweep, list_cells
+from dbo_runtime.lab.whatif.ways import compare_ways, describe_ways
 from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, list_tried_sizes, predict_step
 from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.observe.trace import save_trace
@@ -138,6 +139,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "published case in --costs, or of all",
     )
     output.add_argument(
+        "--ways",
+        action="store_true",
+        help="print a table instead: the step in micro-batches, in nano-batches, and with another order alone",
+    )
+    output.add_argument(
         "--trace", metavar="FILE", help="write the timeline of the split step, to open in ui.perfetto.dev"
     )
     output.add_argument("--figure", metavar="FILE", help="draw the step unsplit and split, as PNG (needs matplotlib)")
@@ -161,6 +167,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--costs is missing: name a cost file, or a published case (--list shows them).")
     table, usual = open_costs(arguments.costs)
     table, batch, config = _scale(table, arguments), _make_batch(arguments, usual), _read_settings(arguments)
+    if arguments.ways:
+        return _print_ways(arguments, table, batch, config)
     if arguments.sweep is not None:
         return _print_sweep(arguments, table, batch, config)
     return _print_answer(arguments, table, batch, config)
@@ -176,6 +184,11 @@ def _print_fleet(arguments: argparse.Namespace) -> int:
     points = [(case, chips) for case in cases for chips in CHIPS]
     rows = [predict_fleet(case, chips, config, step) for case, chips in show_progress(points, "scaling", "row")]
     return _print(json.dumps(list_rows(rows), indent=2) if arguments.json else describe_fleet(rows))
+
+
+def _print_ways(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:
+    ways = compare_ways(table, batch, config)
+    return _print(json.dumps([way._asdict() for way in ways], indent=2) if arguments.json else describe_ways(ways))
 
 
 def _print_sweep(arguments: argparse.Namespace, table: CostTable, batch: Batch, config: RuntimeConfig) -> int:

@@ -89,10 +89,12 @@ class NanoOrders:
         policies = POLICIES if config.policy[0] == "optimal" and count > 1 else (config.policy,)
         few = keep_few_layers(self._program, KEPT_LAYERS)
         program = self._program if few is None else few.program
-        best = policies[0]
-        if len(policies) > 1:
-            best = min(policies, key=lambda policy: estimate(self._make_order(program, count, policy)))
-        return replace(self._make_order(self._program, count, best), repeating=self._shorten(count, best))
+        short = [
+            replace(self._make_order(program, count, policy), repeating=self._shorten(count, policy))
+            for policy in policies
+        ]
+        best = min(range(len(short)), key=lambda number: estimate(short[number])) if len(short) > 1 else 0
+        return replace(self._make_order(self._program, count, policies[best]), repeating=short[best].repeating)
 
     def count_ops(self, count: int) -> Vector:
         """Return the number of ops of each kind: those with the step's features, then those of each nano-batch."""
