@@ -196,10 +196,8 @@ class MicroBatchRuntime:
         unable = self._nano.check() or self._thresholds.check_tokens(max(tokens))
         if unable is not None:
             return unable
-        if self._planner is not None and len(tokens) > 1:
-            return self._planner.choose_data_parallel(tokens, self.config)
         if self._planner is not None:
-            return self._planner.choose_unread(tokens[0], self.config)
+            return self._planner.choose_unread(tokens, self.config)
         count = self.config.micro_batches or NANO_BATCHES
         sizes = share_nano_batches(tokens, count)
         return sizes if isinstance(sizes, Decline) else Cut(sizes=sizes, nano_batches=count)

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from dbo_runtime.batch import Batch
+from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.nano_batches import NO_ROWS, Rows, cut_program
@@ -32,6 +33,7 @@ from dbo_runtime.planner.search.period import keep_few_layers
 COUNTS = (1, 2, 3, 4, 6, 8)
 """Numbers of nano-batches to choose from. With 1, nothing is cut: only the model's own ops overlap."""
 
+MAX_BOOKS = 4 * len(COUNTS)  # books that are kept, those of earlier settings among them
 POLICIES = (("alternate", 0), ("staggered", 1), ("staggered", 2))
 KEPT_LAYERS = COMPARED_PERIODS + 3  # equal layers of a short schedule: a start, the compared ones, and an end
 
@@ -49,6 +51,7 @@ class NanoOrders:
 
     def __init__(self, program: Program, rows: Rows | None = None) -> None:
         self.books: dict[int, OrderBook] = {}
+        self._made: BoundedDict[tuple[int, tuple[str, int]], OrderBook] = BoundedDict(MAX_BOOKS)  # the latest
         self._program = program
         self._rows = rows or NO_ROWS
         self._token_wise = Counter(op.name for op in program.ops if op.token_wise)
@@ -56,14 +59,19 @@ class NanoOrders:
         self._names = tuple(dict.fromkeys(op.name for op in program.ops))
 
     def prepare(self, config: RuntimeConfig, shapes: Sequence[Batch], preparation: Preparation) -> None:
-        """Find the orders under these settings, for steps like *shapes*."""
-        self.books = {}
-        for count in self.list_counts(config):
+        """Find the orders under these settings, for steps like *shapes*, which are the same each time."""
+        counts = self.list_counts(config)
+        for count in counts:
+            if (count, config.policy) in self._made:
+                continue
             cuts = [cut_step(measure_batch(batch), count) for batch in shapes]
             samples = [*dict.fromkeys(cut.features for cut in cuts if cut is not None)]
             if samples:
                 order = self._choose_order(count, config, partial(preparation.estimate, samples))
-                self.books[count] = preparation.make_nano_book(samples, order, self.count_ops(count))
+                book = preparation.make_nano_book(samples, order, self.count_ops(count))
+                self._made[count, config.policy] = book
+        known = {count: self._made.get((count, config.policy)) for count in counts}
+        self.books = {count: book for count, book in known.items() if book is not None}
 
     def list_cuts(self, features: BatchFeatures) -> list[Cut]:
         """Return the cuts to predict for a step with these features."""

@@ -188,11 +188,15 @@ class Planner:
         cuts += self._nano.list_shared_cuts(tokens)
         return self.memory.check_measured(self._evaluate(BatchFeatures(max(tokens)), cuts, config), config)
 
-    def choose_unread(self, tokens: int, config: RuntimeConfig) -> SplitChoice | Decline:
-        """Return how to cut a step into nano-batches, or why not, if nothing but the number of *tokens* is known."""
+    def choose_unread(self, tokens: Sequence[int], config: RuntimeConfig) -> SplitChoice | Decline:
+        """Return how to cut a step into nano-batches, or why not, from nothing but the *tokens* of each rank [ranks].
+
+        There is one number without data parallel ranks.
+        """
         self.prepare(config)
-        features = BatchFeatures(tokens)
-        return self.memory.check_measured(self._evaluate(features, self._nano.list_cuts(features), config), config)
+        features = BatchFeatures(max(tokens))
+        cuts = self._nano.list_cuts(features) if len(tokens) == 1 else self._nano.list_shared_cuts(tokens)
+        return self.memory.check_measured(self._evaluate(features, cuts, config), config)
 
     def predict_unsplit(self, features: BatchFeatures) -> float:
         """Return the seconds of an unsplit step, corrected by measured ones."""

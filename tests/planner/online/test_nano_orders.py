@@ -110,9 +110,30 @@ def test_ranks_share_nano_batches_by_their_numbers_of_tokens() -> None:
 
 def test_a_step_of_which_only_the_tokens_are_known_has_nano_batches() -> None:
     planner = make_planner("r1-tp16-941", PREFILL)
-    choice = planner.choose_unread(16_384, RuntimeConfig(split="auto", probation=False))
+    choice = planner.choose_unread([16_384], RuntimeConfig(split="auto", probation=False))
     assert isinstance(choice, SplitChoice)
     assert choice.prediction.nano_batches > 1
+
+
+def test_ranks_that_could_not_have_micro_batches_have_nano_batches_only() -> None:
+    planner = make_planner("r1-tp16-941", PREFILL)
+    config = RuntimeConfig(split="auto", probation=False)
+    both = planner.choose_data_parallel([16_384, 16_000], config)
+    unread = planner.choose_unread([16_384, 16_000], config)
+    assert isinstance(both, SplitChoice)
+    assert isinstance(unread, SplitChoice)
+    assert (both.prediction.nano_batches, unread.prediction.micro_batches) == (0, 1)
+    assert len(unread.sizes) == unread.prediction.nano_batches > 1
+
+
+def test_books_are_made_once_for_each_policy() -> None:
+    planner = make_planner("r1-tp16-941", PREFILL)
+    known: dict[str, Any] = {}
+    for settings in ({}, {"margin": 0.1}, {"micro_batches": 2}, {}):
+        planner.prepare(RuntimeConfig(split="nano", **settings))
+        orders = {order.name: order for order in planner.orders}
+        known = known or orders
+        assert all(known[name] is order for name, order in orders.items())
 
 
 def test_a_program_that_declares_nothing_token_wise_has_no_nano_batches() -> None:
