@@ -21,7 +21,7 @@ from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from tests.support.ascend.jobs import cut_at_boundaries
 from tests.support.vllm.engine import Answer, Engine, make_prompt
 from tests.support.vllm.engines import Engines, share_cores
-from tests.support.vllm.equivalence import MIXED, run_cut, run_unsplit
+from tests.support.vllm.equivalence import MIXED, run_cut, run_in_nano_batches, run_unsplit
 from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, EDGES, generate
 from tests.support.vllm.families import LINEAR_ATTENTION, make_family
 from tests.support.vllm.picture_requests import KINDS, ask, count_encoder
@@ -98,6 +98,14 @@ def test_steps_of_decodes_and_prefills_are_close(engine: Engine, cuts: Sequence[
     unsplit = run_unsplit(engine, PROMPTS, 6, MIXED)
     forget_prefixes(engine)
     assert_close_up_to_ties(unsplit, run_cut(engine, cuts, PROMPTS, 6, MIXED))
+
+
+@pytest.mark.parametrize("count", ["2", "5"])
+def test_nano_batches_keep_the_states_of_the_step(engine: Engine, count: str) -> None:
+    """Linear attention is one joint op, so that nothing has to be known of its states."""
+    unsplit = run_unsplit(engine, PROMPTS, 6, MIXED)
+    forget_prefixes(engine)
+    assert_close_up_to_ties(unsplit, run_in_nano_batches(engine, PROMPTS, 6, MIXED, DBO_MICRO_BATCHES=count))
 
 
 @pytest.mark.parametrize("cuts", [(1024,), (768, 1536)], ids=str)

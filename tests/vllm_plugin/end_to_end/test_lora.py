@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.vllm.engine import Answer, Engine, find_difference
 from tests.support.vllm.engines import Engines, share_cores
-from tests.support.vllm.equivalence import PROMPTS, assert_close
+from tests.support.vllm.equivalence import NANO, PROMPTS, assert_close
 from tests.support.vllm.families import make_family
 from tests.support.vllm.lora import make_lora
 
@@ -59,6 +59,17 @@ def test_each_token_has_its_adapter_wherever_the_batch_is_cut(engine: Engine, lo
         engine.cut_by_settings()
         assert engine.count_split() > before
         assert_close(unsplit, split)
+
+
+@pytest.mark.parametrize("count", ["2", "5"])
+def test_each_token_has_its_adapter_in_nano_batches(engine: Engine, loras: list[Any], count: str) -> None:
+    """Attention's projections take the adapters of all tokens, and each nano-batch those of its own."""
+    unsplit = generate(engine, loras, 6, DBO_MODE="off")
+    before = engine.statistics()[0]["nano"]
+    answers = generate(engine, loras, 6, **NANO, DBO_MICRO_BATCHES=count)
+    engine.configure(DBO_MODE="always")
+    assert engine.statistics()[0]["nano"] > before
+    assert_close(unsplit, answers)
 
 
 def test_the_mapping_of_the_step_is_back_after_a_split_step(engine: Engine, loras: list[Any]) -> None:

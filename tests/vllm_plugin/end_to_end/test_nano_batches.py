@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from dbo_runtime.batch import Batch
+from dbo_runtime.decline import Decline
+from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from tests.support.vllm.costs import forget_costs, make_up_costs
 from tests.support.vllm.engine import Answer, Engine, make_prompt
 from tests.support.vllm.equivalence import LENGTHS, MIXED, NANO, PROMPTS, assert_close, get_unsplit, run_in_nano_batches
@@ -48,6 +50,23 @@ def test_fewer_tokens_than_nano_batches_are_declined(two_ranks: Engine) -> None:
     reason = "fewer tokens than nano-batches"
     assert after["nano"] == before["nano"]
     assert after["declined"].get(reason, 0) == before["declined"].get(reason, 0) + 1
+
+
+def test_auto_has_nano_batches_where_a_step_has_no_micro_batches(
+    one_rank: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsplit = get_unsplit(one_rank, PROMPTS)
+    before = one_rank.statistics()[0]
+    one_rank.configure(DBO_MODE="always", DBO_SPLIT="auto")
+    assert_close(unsplit, one_rank.generate(PROMPTS))
+    both = one_rank.statistics()[0]
+    monkeypatch.setattr(ContextSplitter, "read_batch", lambda *_: Decline("cascade attention"))
+    assert_close(unsplit, one_rank.generate(PROMPTS))
+    after = one_rank.statistics()[0]
+    one_rank.configure(DBO_MODE="always")
+    assert (both["split"] - before["split"], both["nano"] - before["nano"]) == (1, 0)
+    assert (after["split"] - both["split"], after["nano"] - both["nano"]) == (0, 1)
+    assert after["declined"] == before["declined"]
 
 
 @pytest.mark.parametrize(("count", "expected"), [("auto", 8), ("3", 3)])

@@ -15,7 +15,16 @@ from dbo_runtime.planner.costs.cost_file import load_costs
 from tests.support.vllm.costs import calibrate_few, forget_costs, get_costs
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.engines import Engines, share_cores
-from tests.support.vllm.equivalence import BOUNDARIES, MIXED, PROMPTS, assert_close, get_unsplit, run_cut, run_unsplit
+from tests.support.vllm.equivalence import (
+    BOUNDARIES,
+    MIXED,
+    PROMPTS,
+    assert_close,
+    get_unsplit,
+    run_cut,
+    run_in_nano_batches,
+    run_unsplit,
+)
 
 STAGES = 2
 LAYERS = ({0, 1}, {2})  # of the tiny model, as vLLM shares them out
@@ -43,6 +52,13 @@ def test_prefill_is_close_at_boundaries_and_inside_requests(stages: Engine, cuts
 @pytest.mark.parametrize("cuts", [(1,), (2, 4), (40,), (2, 162)])
 def test_decode_and_mixed_steps_are_close(stages: Engine, cuts: tuple[int, ...]) -> None:
     assert_close(get_unsplit(stages, PROMPTS, 6, MIXED), run_cut(stages, cuts, PROMPTS, 6, MIXED))
+
+
+@pytest.mark.parametrize("tokens", [1, 6], ids=["prefill", "mixed"])
+def test_nano_batches_are_close(stages: Engine, tokens: int) -> None:
+    arrive = MIXED if tokens > 1 else ()
+    answers = run_in_nano_batches(stages, PROMPTS, tokens, arrive, DBO_MICRO_BATCHES="3")
+    assert_close(get_unsplit(stages, PROMPTS, tokens, arrive), answers)
 
 
 def test_a_long_prompt_is_cut_by_the_settings(stages: Engine) -> None:
