@@ -121,9 +121,17 @@ class _Cutter:
             return
         numbers = range(self._count)
         self._parts[value] = tuple(self._make_input(replace(value, nano_batch=number)) for number in numbers)
+        joint = [op for op in readers if not op.token_wise]
         # The parts are views of the whole, so a value that is overwritten is not given both ways, but joined.
-        if any(not op.token_wise for op in readers) and not any(value in op.overwrites for op in readers):
+        writer = next((op for op in readers if value in op.overwrites), None)
+        if writer is None and joint:
             self._wholes[value] = self._make_input(value)
+        elif writer is not None and joint and value.token_dim != 0:
+            raise ProgramError(
+                f"op {joint[0].label!r} takes all of the input {value.name!r}, which {writer.label!r} "
+                f"({writer.declared_at}) overwrites in parts, but parts are joined along the first dimension only. "
+                f"Overwrite a copy. ({joint[0].declared_at})"
+            )
 
     def _check_shared(self, value: Input, readers: Sequence[Op]) -> None:
         """Raise ProgramError if nano-batches cannot share an input that token-wise ops read."""

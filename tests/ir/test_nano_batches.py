@@ -283,6 +283,15 @@ def test_an_input_that_is_cut_by_requests_is_not_for_ops_per_token() -> None:
         cut_program(program, 2, ROWS)
 
 
+def test_an_input_that_is_overwritten_in_parts_is_joined_along_the_first_dimension_only() -> None:
+    p = ProgramBuilder()
+    positions = p.input("positions", token_dim=-1)
+    attended = p.compute("attention", over_all(1, 1, False), positions)
+    moved = p.compute("rotate", per_token(2, 1, True), positions, overwrites=(positions,), token_wise=True)
+    with pytest.raises(ProgramError, match=r"'attention' takes all of the input 'positions', which 'rotate' \("):
+        cut_program(p.build(attended, moved), 2, ROWS)
+
+
 def test_an_input_that_is_not_cut_is_shared_unless_it_is_overwritten() -> None:
     p = ProgramBuilder()
     x, scale = p.input("x"), p.input("scale", token_dim=None)
