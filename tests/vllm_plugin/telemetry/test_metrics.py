@@ -208,7 +208,7 @@ print(get_folder())
 def test_what_a_worker_counts_its_engine_serves_and_removes_at_its_end() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "DBO_", "_DBO_"))}
     env.update(VLLM_ASCEND_ENABLE_DBO="1", VLLM_LOGGING_LEVEL="ERROR", PYTHONPATH=str(Path(__file__).parents[3]))
-    done = subprocess.run([sys.executable, "-c", ENGINE, PROGRAM], env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([sys.executable, "-c", ENGINE, PROGRAM], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     folder, later, others, found, snapshot, shown = json.loads(done.stdout.splitlines()[-1])
     assert folder == later
