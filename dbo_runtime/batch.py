@@ -180,7 +180,7 @@ def share_data_parallel(tokens: Sequence[int], parts: int) -> tuple[tuple[int, .
     if count < min(parts, 2) or fewest < 1:
         return Decline("nowhere to cut", f"ranks have {fewest} to {most} tokens for {parts} micro-batches")
     smallest = max(count, BOUNDARY_TOLERANCE * most / count)
-    shares = [[own] + [1] * (count - 1) if own < smallest else _share(own, count) for own in tokens]
+    shares = [[own] + [1] * (count - 1) if own < smallest else split_evenly(own, count) for own in tokens]
     return tuple(tuple(own[part] for own in shares) for part in range(count))
 
 
@@ -190,8 +190,8 @@ def list_shares(tokens: Sequence[int], counts: Iterable[int]) -> list[tuple[tupl
     return [sizes for sizes in shares if not isinstance(sizes, Decline)]
 
 
-def _share(tokens: int, parts: int) -> list[int]:
-    """Return one rank's tokens in each micro-batch."""
+def split_evenly(tokens: int, parts: int) -> list[int]:
+    """Return the number of *tokens* in each part, as even as possible [parts]."""
     edges = [tokens * part // parts for part in range(parts + 1)]
     return [right - left for left, right in pairwise(edges)]
 

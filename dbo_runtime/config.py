@@ -78,7 +78,7 @@ class RuntimeConfig:
         "each step",
         "What a step is split into: `micro`-batches, each with attention metadata of its own; `nano`-batches, which "
         "only cut ops that take tokens one by one, and leave attention whole; `auto` is nano-batches where a step has "
-        "no micro-batches. Nano-batches are new: they have no predictions from costs yet.",
+        "no micro-batches, or where costs predict that they are faster.",
     )
     micro_batches: int | None = _setting(
         "DBO_MICRO_BATCHES",
@@ -86,7 +86,8 @@ class RuntimeConfig:
         PARTS,
         "each step",
         "Number of micro-batches to split a step into; `auto` takes the number with the best prediction if costs are "
-        "known, otherwise 2. For nano-batches it is their number, and `auto` is 4.",
+        "known, otherwise 2. It is also the number of nano-batches, which "
+        "is 4 without costs.",
     )
     costs: str = _setting(
         "DBO_COSTS",

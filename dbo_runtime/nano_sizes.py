@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from dbo_runtime.batch import BatchSlice
+from dbo_runtime.batch import BatchSlice, split_evenly
 from dbo_runtime.decline import Decline
 
 NanoSizes = tuple[tuple[int, ...], ...]
 """Number of tokens of every data parallel rank in each nano-batch [nano-batches][ranks]."""
-
-
-def split_evenly(tokens: int, count: int) -> tuple[int, ...]:
-    """Return the number of tokens of each nano-batch, as even as possible [nano-batches]."""
-    return tuple(tokens * (number + 1) // count - tokens * number // count for number in range(count))
 
 
 def share_nano_batches(tokens: Sequence[int], count: int) -> NanoSizes | Decline:

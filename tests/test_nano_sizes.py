@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from dbo_runtime.batch import split_evenly
 from dbo_runtime.decline import Decline
-from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches, split_evenly
+from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches
 
 
 @pytest.mark.parametrize(("tokens", "count", "sizes"), [(7, 3, (2, 2, 3)), (4, 4, (1, 1, 1, 1)), (3, 4, (0, 1, 1, 1))])
 def test_sizes_are_even(tokens: int, count: int, sizes: tuple[int, ...]) -> None:
-    assert split_evenly(tokens, count) == sizes
+    assert split_evenly(tokens, count) == [*sizes]
 
 
 def test_ranks_have_nano_batches_of_their_own_sizes() -> None:

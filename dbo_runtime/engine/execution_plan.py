@@ -10,7 +10,7 @@ from dbo_runtime.batch import BatchSlice
 from dbo_runtime.engine.executor import Executor
 
 Mode = Literal["split", "nano", "unsplit", "concurrent"]
-"""How a step ran: in micro-batches, in nano-batches, by the model's own forward, or whole with ops on `side`."""
+"""How a step ran: in micro-batches, in nano-batches, by the model's own forward, or whole with ops that overlap."""
 
 
 @dataclass(frozen=True, slots=True)

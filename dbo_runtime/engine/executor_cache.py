@@ -102,10 +102,11 @@ class ExecutorCache:
         if self._ranks > 1:
             validate_collectives(schedule)
         self._executors[name] = executor = self._make_executor(schedule, self._device, self._events)
+        nano_batches = schedule.programs[0].nano_batches
+        parts = {"nano_batches": nano_batches} if nano_batches else {"micro_batches": len(schedule.programs)}
         self._log.info(
             "new plan",
-            micro_batches=len(schedule.programs),
-            **({"nano_batches": count} if (count := schedule.programs[0].nano_batches) else {}),
+            **parts,
             policy=policy,
             instructions=len(schedule.instructions),
             waits=sum(len(instruction.waits) for instruction in schedule.instructions),

@@ -11,7 +11,7 @@ from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.setting_values import MAX_MICRO_BATCHES
 
-NANO_BATCHES = 4  # without a prediction: published costs gain most from 3 to 8 (docs/theory.md)
+NANO_BATCHES = 4  # without a prediction: published costs gain most from 3 to 8 (docs/planner.md)
 
 
 class NanoSchedules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, slice_batch
+from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, slice_batch, split_evenly
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device
@@ -21,7 +21,7 @@ from dbo_runtime.ir.nano_batches import Rows, group_outputs
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.ir.policies import LATEST_FIRST, keep_layers
 from dbo_runtime.ir.program import Program
-from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches, split_evenly
+from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches
 from dbo_runtime.observe.declines import count_declined, note_standing
 from dbo_runtime.observe.instrument import Instrument
 from dbo_runtime.observe.ranges import open_step
@@ -29,7 +29,7 @@ from dbo_runtime.planner.online.cuts import Cut
 from dbo_runtime.planner.online.named_order import NamedOrder
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.split_choice import SplitChoice
-from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check
+from dbo_runtime.setting_values import MAX_MICRO_BATCHES, Check, name_policy
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -213,7 +213,8 @@ class MicroBatchRuntime:
         """
         whole, nano_batches = slice_nano_batches([sum(sizes)]), slice_nano_batches(sizes)
         if choice is None:
-            name, schedule = f"nano-batches, {self.config.policy}", self._nano.get(len(sizes), self.config.policy)
+            name = f"nano-{name_policy(*self.config.policy)}"
+            schedule = self._nano.get(len(sizes), self.config.policy)
             return ExecutionPlan(whole, self._cache.get_by_name(name, len(sizes), schedule), nano_batches=nano_batches)
         executor = self._cache.get_by_name(choice.order.name, 1, choice.order.schedule)
         parts = nano_batches if len(sizes) > 1 else ()

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Statistics:
-    """Counts of steps by mode. Steps counted as *concurrent* are not split, but have ops on `side`."""
+    """Counts of steps by mode. Those counted as *concurrent* ran whole, with ops that overlap: see `Mode`."""
 
     split: int = 0
     nano: int = 0

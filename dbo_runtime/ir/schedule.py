@@ -68,11 +68,16 @@ class Schedule:
 
         Each micro-batch has a context. If its program is cut into nano-batches, a context for each of these follows.
         """
-        sizes = (1 + program.nano_batches for program in self.programs)
-        first = [0, *itertools.accumulate(sizes)]
+        first = list_first_contexts(self.programs)
         return [first[each.issue.micro_batch] + each.op.context for each in self.instructions]
 
 
 def list_lanes(programs: Sequence[Program]) -> tuple[str, ...]:
     """Return the lanes of all programs without duplicates, `compute` first."""
     return tuple(dict.fromkeys(lane for program in programs for lane in (COMPUTE, *program.lanes)))
+
+
+def list_first_contexts(programs: Sequence[Program]) -> list[int]:
+    """Return the number of each micro-batch's first context; see `Schedule.list_contexts`."""
+    sizes = (1 + program.nano_batches for program in programs)
+    return [*itertools.accumulate(sizes, initial=0)][:-1]

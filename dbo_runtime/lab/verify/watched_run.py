@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from dbo_runtime.errors import ProgramError
 from dbo_runtime.ir.op import Op, unpack
 from dbo_runtime.ir.policies import sequential
 from dbo_runtime.ir.program import Program
-from dbo_runtime.ir.schedule import Issue
+from dbo_runtime.ir.schedule import Issue, list_first_contexts
 from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.sanitizer.effects import Held, OpCall, describe_change
 from dbo_runtime.lab.sanitizer.memory import copy_tensors, find_change, list_tensors
@@ -48,7 +47,7 @@ class WatchedRun:
 
     def run(self, inputs: Sequence[Sequence[Any]], order: Iterable[Issue], enter: Enter) -> None:
         """Run the ops in *order*. *enter* makes a context current, by its number (see `Schedule.list_contexts`)."""
-        first_contexts = [0, *accumulate(1 + program.nano_batches for program in self.programs)]
+        first_contexts = list_first_contexts(self.programs)
         self._values = [dict(zip(p.inputs, given, strict=True)) for p, given in zip(self.programs, inputs, strict=True)]
         self.kept = [{} for _ in self.programs]
         self._done = [0] * len(self.programs)

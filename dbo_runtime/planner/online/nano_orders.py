@@ -14,14 +14,14 @@ from functools import partial
 
 import numpy as np
 
-from dbo_runtime.batch import Batch
+from dbo_runtime.batch import Batch, split_evenly
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.nano_batches import NO_ROWS, Rows, cut_program
 from dbo_runtime.ir.policies import get_policy, sequential
 from dbo_runtime.ir.program import Program
-from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches, split_evenly
+from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.online.cuts import Cut, Features, measure_batch
 from dbo_runtime.planner.online.durations import Vector

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from vllm.forward_context import ForwardContext
 
-from dbo_runtime.batch import Batch, share_data_parallel
+from dbo_runtime.batch import Batch, share_data_parallel, split_evenly
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.runtime import MicroBatchRuntime, SharedSplit
 from dbo_runtime.errors import DboError
-from dbo_runtime.nano_sizes import split_evenly
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.split_choice import SplitChoice, get_cut
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
