@@ -14,6 +14,8 @@ COMM = "comm"
 SIDE = "side"
 COMPUTING = (COMPUTE, SIDE)  # lanes without communication
 
+MAX_OUTPUTS = 1_000  # results of one op
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -81,3 +83,16 @@ def unpack(result: Any, count: int) -> Sequence[Any]:
     if len(result) != count:
         raise ProgramError(f"it returned {len(result)} values, but is declared to write {count}.")
     return result
+
+
+def check_declaration(
+    name: object, outputs: object, exclusive: object, communicator: object, overwrites: object, where: str
+) -> None:
+    """Raise ProgramError if an argument of an op's declaration has the wrong type."""
+    if type(outputs) is not int or not 0 <= outputs <= MAX_OUTPUTS:
+        raise ProgramError(f"op {name!r} has outputs={outputs!r}; it must be from 0 to {MAX_OUTPUTS}. ({where})")
+    for what, word in (("exclusive", exclusive), ("communicator", communicator)):
+        if not (word is None or isinstance(word, str)):
+            raise ProgramError(f"op {name!r} has {what}={word!r}; it must be a name or None. ({where})")
+    if not isinstance(overwrites, tuple) or not all(isinstance(value, Value) for value in overwrites):
+        raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; it must be a tuple of values. ({where})")

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.ir.op import COMM, COMPUTE, COMPUTING, SIDE, Op
+from dbo_runtime.ir.op import COMM, COMPUTE, COMPUTING, SIDE, Op, check_declaration
 from dbo_runtime.ir.values import Input, Value, locate_caller
-
-MAX_OUTPUTS = 1_000  # results of one op
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +216,7 @@ class ProgramBuilder:
             ProgramError: the declaration is wrong. The message names its `file:line`.
         """
         where = locate_caller()
-        _check_declaration(name, outputs, exclusive, communicator, overwrites, where)
+        check_declaration(name, outputs, exclusive, communicator, overwrites, where)
         writes = tuple(self._make_value(name) for _ in range(outputs))
         op = Op(
             name,
@@ -294,16 +292,3 @@ class ProgramBuilder:
                 f"{reader} reads {value} after op {writer.label!r} ({writer.declared_at}) overwrote it; "
                 f"read the result of {writer.label!r} instead. ({where})"
             )
-
-
-def _check_declaration(
-    name: object, outputs: object, exclusive: object, communicator: object, overwrites: object, where: str
-) -> None:
-    """Raise ProgramError if an argument of an op's declaration has the wrong type."""
-    if type(outputs) is not int or not 0 <= outputs <= MAX_OUTPUTS:
-        raise ProgramError(f"op {name!r} has outputs={outputs!r}; it must be from 0 to {MAX_OUTPUTS}. ({where})")
-    for what, word in (("exclusive", exclusive), ("communicator", communicator)):
-        if not (word is None or isinstance(word, str)):
-            raise ProgramError(f"op {name!r} has {what}={word!r}; it must be a name or None. ({where})")
-    if not isinstance(overwrites, tuple) or not all(isinstance(value, Value) for value in overwrites):
-        raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; it must be a tuple of values. ({where})")

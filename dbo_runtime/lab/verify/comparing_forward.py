@@ -25,6 +25,7 @@ from dbo_runtime.lab.verify.watched_run import Fault, WatchedRun, run_watched
 from dbo_runtime.nano_sizes import slice_nano_batches
 from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
+from dbo_runtime.vllm_plugin.context.nano_contexts import make_nano_contexts
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
 
@@ -204,7 +205,7 @@ class ComparingForward:
         sizes = [cut, len(x) - cut]
         nano = cut_program(self.verification.program, len(sizes), TENSOR_ROWS, latest_first)
         slices = slice_nano_batches(sizes)
-        contexts = self._splitter.cut_ops(context, slices)
+        contexts = make_nano_contexts(context, slices, self._splitter.platform)
         given = {X: x.clone(), POSITIONS: positions, SIZES: sizes}
         tokens = [piece.tokens for piece in slices]
         inputs = nano.program.cut_inputs(given, slice(0, len(x)), slice(0, 1), tokens)

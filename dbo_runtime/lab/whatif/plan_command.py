@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from dbo_runtime.batch import Batch
@@ -30,6 +29,7 @@ from dbo_runtime.lab.whatif.scale import (
     set_model,
 )
 from dbo_runtime.lab.whatif.scale_cases import find_scale_cases
+from dbo_runtime.lab.whatif.step_arguments import DEFAULT_TOKENS, make_batch, parse_count
 from dbo_runtime.lab.whatif.sweep import GRIDS, has_sizes, list_steps, parse_axes, sweep
 from dbo_runtime.lab.whatif.sweep_report import describe_sweep, list_cells
 from dbo_runtime.lab.whatif.ways import compare_ways, describe_ways
@@ -38,11 +38,7 @@ from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_sources import read_options
-from dbo_runtime.setting_values import read_count
 
-DEFAULT_TOKENS = 8192
-MAX_TOKENS = 1 << 22  # tokens in a step; larger numbers are errors
-MAX_REQUESTS = 1 << 14
 MAX_BREAK_EVEN_TOKENS = 32_768  # limit of the search for a break-even, unless the step has more
 MAX_BREAK_EVEN_DECODES = 1_024  # same for steps of decodes, which have one token each
 
@@ -166,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.costs is None:
         raise ConfigError("--costs is missing: name a cost file, or a published case (--list shows them).")
     table, usual = open_costs(arguments.costs)
-    table, batch, config = _scale(table, arguments), _make_batch(arguments, usual), _read_settings(arguments)
+    table, batch, config = _scale(table, arguments), make_batch(arguments, usual), _read_settings(arguments)
     if arguments.ways:
         return _print_ways(arguments, table, batch, config)
     if arguments.sweep is not None:
@@ -180,7 +176,7 @@ def _print_fleet(arguments: argparse.Namespace) -> int:
     config = replace(_read_settings(arguments), side="off")
     step = None
     if arguments.costs is not None and (arguments.tokens or arguments.decodes or arguments.query_lens):
-        step = _make_batch(arguments, open_costs(arguments.costs)[1])
+        step = make_batch(arguments, open_costs(arguments.costs)[1])
     points = [(case, chips) for case in cases for chips in CHIPS]
     rows = [predict_fleet(case, chips, config, step) for case, chips in show_progress(points, "scaling", "row")]
     return _print(json.dumps(list_rows(rows), indent=2) if arguments.json else describe_fleet(rows))
@@ -246,7 +242,7 @@ def _scale(table: CostTable, arguments: argparse.Namespace) -> CostTable:
     if arguments.model is not None:
         table = set_model(table, arguments.model)
     if arguments.tp is not None:
-        table = scale_tensor(table, _parse_count("--tp", arguments.tp), _find_network(arguments))
+        table = scale_tensor(table, parse_count("--tp", arguments.tp), _find_network(arguments))
     if arguments.bandwidth is not None:
         table = scale_bandwidth(table, parse_bandwidth(arguments.bandwidth))
     if arguments.imbalance is not None:
@@ -274,46 +270,3 @@ def _read_settings(arguments: argparse.Namespace) -> RuntimeConfig:
             "--side": arguments.side,
         }
     )
-
-
-def _make_batch(arguments: argparse.Namespace, usual: Batch | None) -> Batch:
-    usual = usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS)
-    given = arguments.context
-    context = max(usual.contexts) if given is None else _parse_count("--context", given, least=0)
-    for name in ("query_lens", "decodes"):
-        if getattr(arguments, name) is not None and (arguments.tokens is not None or arguments.requests is not None):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} says everything about the requests; leave out --tokens and --requests."
-            )
-    if arguments.query_lens is not None:
-        if arguments.decodes is not None:
-            raise ConfigError("--query-lens says everything about the requests; leave out --decodes.")
-        return _fill_batch([_parse_count("--query-lens", word) for word in arguments.query_lens.split(",")], context)
-    if arguments.decodes is not None:
-        return _fill_batch([1] * _parse_count("--decodes", arguments.decodes), context)
-    lengths = list(usual.query_lens)
-    if not usual.prefill_tokens and arguments.requests is None:
-        return _fill_batch([1] * _parse_count("--tokens", arguments.tokens or str(len(lengths))), context)
-    tokens = sum(lengths) if arguments.tokens is None else _parse_count("--tokens", arguments.tokens)
-    if arguments.requests is not None:
-        lengths = [1] * _parse_count("--requests", arguments.requests)
-        if len(lengths) > tokens:
-            raise ConfigError(f"--requests is {len(lengths)}, but there are {tokens} tokens to share.")
-    return resize_batch(replace(_fill_batch(lengths, context), prefill_tokens=tokens), tokens)
-
-
-def _fill_batch(lengths: Sequence[int], context: int) -> Batch:
-    prefill = sum(length for length in lengths if length > 1)
-    if len(lengths) > MAX_REQUESTS or sum(lengths) > MAX_TOKENS:
-        raise ConfigError(
-            f"a step of {len(lengths)} requests and {sum(lengths)} tokens is too large: it has at most {MAX_REQUESTS} "
-            f"requests and {MAX_TOKENS} tokens."
-        )
-    return Batch(tuple(lengths), prefill, context_lens=(context,) * len(lengths))
-
-
-def _parse_count(name: str, text: str, least: int = 1) -> int:
-    number = read_count(text.strip())
-    if number is None or not least <= number <= MAX_TOKENS:
-        raise ConfigError(f"{name} has {text[:100]!r}; it takes whole numbers from {least} to {MAX_TOKENS}.")
-    return number

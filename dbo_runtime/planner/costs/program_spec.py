@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from dbo_runtime.errors import ConfigError, ProgramError
-from dbo_runtime.ir.op import Op
-from dbo_runtime.ir.program import MAX_OUTPUTS, Program, ProgramBuilder
+from dbo_runtime.ir.op import MAX_OUTPUTS, Op
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.values import Value
 
 # A program spec is read from a file and its layers are unrolled. Numbers larger than in any model are errors.

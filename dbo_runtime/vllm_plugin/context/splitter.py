@@ -141,21 +141,6 @@ class ContextSplitter:
             contexts.append(part)
         return contexts
 
-    def cut_ops(
-        self, context: ForwardContext, nano_batches: Sequence[BatchSlice], sizes: Sequence[Sequence[int]] = ()
-    ) -> list[ForwardContext]:
-        """Return the forward context of joint ops, which is the step's, and then one per nano-batch, without metadata.
-
-        *sizes* are the tokens of every data parallel rank in each nano-batch [nano-batches][ranks].
-        """
-        contexts = [copy_unsplit(context)]
-        for number, piece in enumerate(nano_batches):
-            part_sizes = sizes[number] if sizes else ()
-            part = slice_context(context, piece, None, part_sizes)
-            self.platform.complete_context(part, piece, part_sizes)
-            contexts.append(part)
-        return contexts
-
     def _describe(self, sources: Sequence[MetadataSource], tokens: int, causal: bool) -> Batch:
         common = sources[0].common
         starts = common.query_start_loc_cpu.tolist()

@@ -22,6 +22,7 @@ from dbo_runtime.engine.runtime import MicroBatchRuntime, SharedSplit
 from dbo_runtime.errors import DboError
 from dbo_runtime.observe.logs import open_log
 from dbo_runtime.planner.online.split_choice import SplitChoice, get_cut
+from dbo_runtime.vllm_plugin.context.nano_contexts import make_nano_contexts
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision
 
@@ -77,7 +78,8 @@ class LocalPlanner:
         if isinstance(plan, Decline):
             return plan
         if plan.nano_batches:
-            return StepDecision(plan, self._splitter.cut_ops(context, plan.nano_batches, sizes))
+            platform = self._splitter.platform
+            return StepDecision(plan, make_nano_contexts(context, plan.nano_batches, platform, sizes))
         contexts = self._splitter.split(context, plan.slices, sizes)
         return contexts if isinstance(contexts, Decline) else StepDecision(plan, contexts)
 
