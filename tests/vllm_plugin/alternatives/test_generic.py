@@ -25,7 +25,7 @@ from tests.support.vllm.engine import Engine
 from tests.support.vllm.engines import Engines, share_cores
 from tests.support.vllm.equivalence import run_cut
 from tests.support.vllm.families import find_backend, make_family
-from tests.support.vllm.family_checks import PREFILL_CUTS, PROMPTS, assert_split_answers_as_unsplit
+from tests.support.vllm.family_checks import PREFILL_CUTS, PROMPTS, assert_cuts_answer_as_unsplit
 
 LAYERS, RANKS = 3, 2
 PARTS = (slice(0, 2), slice(2, 5))  # of five tokens
@@ -243,7 +243,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory, engines: Engines) -> Itera
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_model_without_an_adapter_answers_split_as_unsplit(granite: Engine) -> None:
-    assert_split_answers_as_unsplit(granite)
+    assert_cuts_answer_as_unsplit(granite)
     granite.llm.collective_rpc("dbo_request_timeline")
     run_cut(granite, PREFILL_CUTS[0], PROMPTS)
     for found in granite.llm.collective_rpc("dbo_timeline"):  # recorded like any other

@@ -18,7 +18,13 @@ from tests.support.vllm.engines import Engines, share_cores
 from tests.support.vllm.equivalence import MIXED, assert_close, run_cut, run_unsplit
 from tests.support.vllm.expert_parallel import ARRIVALS, EDGES, FEW, LONG, assert_split_is_close
 from tests.support.vllm.families import find_backend, make_family
-from tests.support.vllm.family_checks import MIXED_CUTS, OURS, PROMPTS, assert_split_answers_as_unsplit
+from tests.support.vllm.family_checks import (
+    MIXED_CUTS,
+    OURS,
+    PROMPTS,
+    assert_cuts_answer_as_unsplit,
+    assert_split_answers_as_unsplit,
+)
 from tests.support.vllm.picture_requests import OPTIONS, ask
 from tests.support.vllm.vision_families import QWEN3, QWEN25, make_requests, make_vision_family
 
@@ -135,7 +141,7 @@ def test_a_pipeline_without_an_adapter_answers_split_as_unsplit(tmp_path: Path, 
     options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "pipeline_parallel_size": 2}
     settings = {"DBO_GENERIC": "1"}
     with engines.start(2, "nobind", make_family(name, tmp_path), settings, **options) as engine:
-        assert_split_answers_as_unsplit(engine)
+        assert_cuts_answer_as_unsplit(engine)
         engine.llm.collective_rpc("dbo_request_timeline")
         run_cut(engine, (96,), PROMPTS)
         timelines = [Timeline.from_dict(found) for found in engine.llm.collective_rpc("dbo_timeline")]
