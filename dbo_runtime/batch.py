@@ -23,6 +23,9 @@ BOUNDARY_TOLERANCE = 0.1
 # every collective once more.
 MIN_SHARE = 0.1
 
+FEW_TOKENS = "fewer tokens than DBO_MIN_TOKENS"  # reason of a decline
+FEW_PREFILL_TOKENS = "fewer prefill tokens than DBO_MIN_PREFILL_TOKENS"  # reason of a decline
+
 SHARE_ROUNDS = 60  # bisections of the largest micro-batch's work, enough for the last bit of a float
 
 
@@ -125,13 +128,13 @@ class Thresholds:
     def check_tokens(self, tokens: int) -> Decline | None:
         """Return why a step of *tokens* tokens is never split; None if that depends on more than the number."""
         if tokens < self.tokens:
-            return Decline("fewer tokens than DBO_MIN_TOKENS", f"{tokens} < {self.tokens}")
+            return Decline(FEW_TOKENS, f"{tokens} < {self.tokens}")
         return None
 
     def check_prefill(self, tokens: int) -> Decline | None:
         """Return why a step with this many prefill *tokens* is not split, or None."""
         if tokens < self.prefill_tokens:
-            return Decline("fewer prefill tokens than DBO_MIN_PREFILL_TOKENS", f"{tokens} < {self.prefill_tokens}")
+            return Decline(FEW_PREFILL_TOKENS, f"{tokens} < {self.prefill_tokens}")
         return None
 
     def choose(self, batch: Batch, parts: int) -> tuple[BatchSlice, ...] | Decline:

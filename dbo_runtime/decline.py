@@ -17,12 +17,14 @@ class Decline:
         detail: figures of this case.
         expected: predicted seconds of the unsplit step; None without a prediction.
         trial_class: class of the step, if its time is compared with that of split ones; see `AbTrials`.
+        only_micro: whether it is a reason against micro-batches only. Nano-batches do not cut attention.
     """
 
     reason: str
     detail: str = ""
     expected: float | None = None
     trial_class: Hashable | None = None
+    only_micro: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.detail})" if self.detail else self.reason

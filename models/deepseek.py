@@ -33,9 +33,6 @@ class DeepseekAdapter:
         config, layers = model.config, list(get_layers(model.model).values())
         if not hasattr(layers[0].self_attn, "mla_attn"):
             return Decline("DeepSeek with plain attention instead of MLA is not supported")
-        indexers = [getattr(layer.self_attn, "indexer", None) for layer in layers]
-        if any(getattr(indexer, "topk_indices_buffer", None) is not None for indexer in indexers):
-            return Decline("sparse attention (DeepSeek V3.2) shares index buffers between micro-batches")
         if getattr(config, "llama_4_scaling", None) is not None:
             return Decline("attention scaling by position is not supported")
         if str(layers[0].input_layernorm.weight.dtype) == "torch.float16":
@@ -43,6 +40,10 @@ class DeepseekAdapter:
         unknown = {type(layer.mlp).__name__ for layer in layers} - {"DeepseekV2MLP", "DeepseekV2MoE"}
         if unknown:
             return Decline("its MLP is not known", ", ".join(sorted(unknown)))
+        indexers = [getattr(layer.self_attn, "indexer", None) for layer in layers]
+        if any(getattr(indexer, "topk_indices_buffer", None) is not None for indexer in indexers):
+            reason = "sparse attention (DeepSeek V3.2) shares index buffers between micro-batches"
+            return Decline(reason, only_micro=True)
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

@@ -61,7 +61,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     from dbo_runtime.config import read_environment
     from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
     from dbo_runtime.vllm_plugin.api.serve_command import make_config
-    from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter, list_declines
+    from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter, find_decline, list_declines
     from dbo_runtime.vllm_plugin.install.expectation import (
         check_costs,
         list_outlooks,
@@ -71,7 +71,10 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
     vllm_config, config = make_config(arguments), read_environment(os.environ)
-    declines = list(list_declines(vllm_config, config, choose_adapter(vllm_config)))
+    found = list(list_declines(vllm_config, config, choose_adapter(vllm_config)))
+    # A model that is declined anyway is told all reasons; otherwise those against micro-batches leave nano-batches.
+    declines = [] if find_decline(found, config) is None else found
+    in_nano_batches = [f"steps are cut into nano-batches only: {each}" for each in found if not declines]
     hides_nothing = None if declines else predict_decline(vllm_config, config)
     has_file = bool(config.costs) and not config.calibrate
     misfit = check_costs(vllm_config, config) if has_file else None
@@ -85,7 +88,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,
         "outlooks": list_outlooks(vllm_config, config) if is_planned else [],
-        "notes": list(get_platform().describe(vllm_config)),
+        "notes": [*in_nano_batches, *get_platform().describe(vllm_config)],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 from dbo_runtime.batch import MIN_SHARE, Batch, BatchSlice, Thresholds, slice_batch, split_evenly
@@ -147,9 +148,12 @@ class MicroBatchRuntime:
             return self._thresholds.check_tokens(tokens)
         return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
 
-    def decline_decodes(self) -> Decline | None:
-        """Decline a step of decodes only, before its requests are read. With costs, the planner decides later."""
-        return None if self._planner is not None else self._thresholds.check_prefill(0)
+    def decline_prefill(self, tokens: int) -> Decline | None:
+        """Decline a step with this many prefill *tokens*, before its requests are read.
+
+        With costs, the planner decides later.
+        """
+        return None if self._planner is not None else self._thresholds.check_prefill(tokens)
 
     def check_balance(self, share: float) -> Decline | None:
         """Decline a cut whose smallest micro-batch has too small a *share* of the work of an even one; `auto` only."""
@@ -201,6 +205,12 @@ class MicroBatchRuntime:
         count = self.config.micro_batches or NANO_BATCHES
         sizes = share_nano_batches(tokens, count)
         return sizes if isinstance(sizes, Decline) else Cut(sizes=sizes, nano_batches=count)
+
+    def plan_dummy(self, sizes: Sequence[int]) -> ExecutionPlan | Decline:
+        """Plan a dummy batch in micro-batches of these *sizes*, in tokens; in nano-batches where only these serve."""
+        if self.config.split == "nano":
+            return self._nano.check() or self.plan_nano_batches(sizes)
+        return self.plan(Batch(tuple(sizes), 0), list(accumulate(sizes))[:-1])
 
     def plan_nano_batches(self, sizes: Sequence[int], choice: SplitChoice | None = None) -> ExecutionPlan:
         """Return the plan that runs a step in nano-batches of these *sizes*, in tokens [nano-batches].

@@ -19,7 +19,12 @@ SOURCES = sorted(
     for path in folder.rglob("*.py")
     if "lab" not in path.relative_to(ROOT).parts  # what it declines is an error of a command, not a step of a server
 )
-LISTS = ("features", "checks", "unsupported")  # variables with pairs (is_used, what) of which reasons are made
+LISTS = (
+    "features",
+    "checks",
+    "unsupported",
+    "of_micro_batches",
+)  # variables with pairs (is_used, what) of which reasons are made
 
 
 class Reasons(ast.NodeVisitor):

@@ -251,7 +251,7 @@ def _wrap(text: str) -> str:
 
 
 def _predict(table: CostTable, step: Batch, side: str) -> Prediction:
-    options = Estimator(table).list_options(step, RuntimeConfig(micro_batches=2, side=side))
+    options = Estimator(table).list_options(step, RuntimeConfig(micro_batches=2, split="micro", side=side))
     (in_two,) = (option for option in options if option.micro_batches == 2)
     return in_two
 

@@ -23,6 +23,8 @@ LEAD_PAIRS = 4  # one way must have been faster in at least this many more pairs
 WINDOW_PAIRS = 16  # number of pairs of a class that count: the latest
 COST_SHARE = 0.01  # trials of splitting may lose this share of a class's predicted unsplit time
 REFRESH_STEPS = 256  # steps between two trials of a class whose faster way is known; trials go on, because costs drift
+ON_TRIAL = "on probation"  # reason of a decline
+SLOWER = "measured slower split"  # reason of a decline
 MAX_CLASSES = 256  # number of classes that are kept: those met last
 
 TrialClass: TypeAlias = Hashable
@@ -130,7 +132,7 @@ class AbTrials:
             record.steps, record.trials = 0, record.trials + 1
             if not splits:
                 return None
-            return Decline("on probation", f"in comparison: {prediction}", prediction.unsplit, trial_class)
+            return Decline(ON_TRIAL, f"in comparison: {prediction}", prediction.unsplit, trial_class)
         record.steps += 1
         if splits:
             return None
@@ -211,4 +213,4 @@ def _decline(trial_class: TrialClass, prediction: Prediction, ratio: float, pair
     slower = sum(pair >= math.log(ratio) for pair in pairs)
     longer = _compare(pairs, ratio)
     figures = f"{longer:.1%} longer than unsplit; in {slower} of {len(pairs)} pairs of steps splitting was slower"
-    return Decline("measured slower split", figures, prediction.unsplit, trial_class)
+    return Decline(SLOWER, figures, prediction.unsplit, trial_class)

@@ -68,7 +68,9 @@ KNOWN_MODULES = ("vllm.", "vllm_ascend.")
 
 
 def check_connectors(transfer: Mapping[str, Any], declared: Collection[str] = ()) -> Decline | None:
-    """Return why steps are not split with these connectors, or None.
+    """Return why steps are not cut into micro-batches with these connectors, or None.
+
+    In nano-batches, attention calls the hooks as in an unsplit step.
 
     Args:
         transfer: content of `--kv-transfer-config`.
@@ -77,7 +79,7 @@ def check_connectors(transfer: Mapping[str, Any], declared: Collection[str] = ()
     for name, options in list_connectors(transfer):
         if name not in declared and not (_is_ours(options) and (name in IDLE_HOOKS or name in WORKING_HOOKS)):
             remedy = f"if its layer hooks need no more than vLLM's contract, DBO_KV_CONNECTORS={name} declares that"
-            return Decline("the KV connector is not known to dbo_runtime", f"{name}; {remedy}")
+            return Decline("the KV connector is not known to dbo_runtime", f"{name}; {remedy}", only_micro=True)
     return None
 
 

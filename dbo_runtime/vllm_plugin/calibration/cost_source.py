@@ -111,6 +111,12 @@ class CostSource:
         Raises:
             DeclineError, ConfigError: raised on all ranks if ops cannot be measured, or their durations make no sense.
         """
+        unmeasured = self._forward.decider.no_micro
+        if unmeasured is not None:  # ops are measured in micro-batches
+            raise ConfigError(
+                f"the costs of a model in nano-batches only cannot be measured ({unmeasured}): set DBO_COSTS to a file "
+                "measured without that, or serve by the thresholds."
+            )
         # Import late: most servers load a file, or plan without costs.
         from dbo_runtime.vllm_plugin.calibration.fitting import fit_table
         from dbo_runtime.vllm_plugin.calibration.measurement import measure

@@ -245,7 +245,8 @@ def _fill(received: IntermediateTensors | None) -> None:
 
 def _copy_forward(served: SplitForward, device: Device, policy: str, group: GroupCoordinator) -> SplitForward:
     """Return a forward of the same model that splits by *policy*, whatever the settings are."""
-    config = RuntimeConfig(enabled=True, mode="always", policy=(policy, 0), side="on")  # `side`, if the program has it
+    # `side`, if the program has it
+    config = RuntimeConfig(enabled=True, mode="always", split="micro", policy=(policy, 0), side="on")
     own = served.copy_for(device, config, group)
     own.decider.checks_turns = False  # dummy batches have no KV connector, so any order may be measured
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step

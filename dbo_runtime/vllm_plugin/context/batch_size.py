@@ -17,6 +17,10 @@ class BatchSize(NamedTuple):
     requests: int
     max_query_len: int
 
+    def count_prefill_tokens(self, decode_len: int) -> int:
+        """Return how many tokens belong to prefills, at least. Decodes have up to *decode_len* tokens each."""
+        return self.tokens - (self.requests - 1) * decode_len if self.max_query_len > decode_len else 0
+
 
 def count_tokens(context: ForwardContext, tokens: int) -> int:
     """Return how many of a step's *tokens* tokens are not padding; 0 for a dummy batch, which an idle rank runs."""

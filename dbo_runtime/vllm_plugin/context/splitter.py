@@ -84,7 +84,7 @@ class ContextSplitter:
                 return Decline("no attention metadata (profiling or dummy run)")
             return Batch((tokens,), 0)  # a dummy batch, which keeps an idle rank in step with others
         decline = check_context(context, tokens, self.platform, self.dispatch)
-        decline = decline or self._check_context_data(context, tokens)
+        decline = decline or self.check_context_data(context, tokens)
         if decline is not None:
             return decline
         sources = []
@@ -98,6 +98,11 @@ class ContextSplitter:
                 return decline
             sources.append(source)
         return self._describe(sources, tokens, all(map(is_causal, distinct)))
+
+    @property
+    def decode_len(self) -> int:
+        """Longest query of a decode, with its drafts. Longer ones are prefills, even if a backend decodes them."""
+        return 1 + count_drafts(self._vllm_config)
 
     def read_size(self, context: ForwardContext, tokens: int) -> BatchSize | None:
         """Return the size of a step's batch without reading its requests; None if its metadata has no known source."""
@@ -145,8 +150,7 @@ class ContextSplitter:
         common = sources[0].common
         starts = common.query_start_loc_cpu.tolist()
         query_lens = tuple(map(sub, starts[1:], starts))
-        drafts = count_drafts(self._vllm_config)
-        decode_len = 1 + drafts  # longer queries are prefills, even if a backend runs them as decodes
+        drafts, decode_len = count_drafts(self._vllm_config), self.decode_len
         is_decode = max(query_lens) <= decode_len
         prefill = 0 if is_decode else sum(length for length in query_lens if length > decode_len)
         cuttable = causal and all(self._can_cut_requests(source) for source in sources)
@@ -234,7 +238,7 @@ class ContextSplitter:
             known = source.common.block_table_tensor.cpu().numpy(), int(source.builder.kv_cache_spec.block_size)
         return known[0], known[1] * self._vllm_config.parallel_config.decode_context_parallel_size
 
-    def _check_context_data(self, context: ForwardContext, tokens: int) -> Decline | None:
+    def check_context_data(self, context: ForwardContext, tokens: int) -> Decline | None:
         """Decline if the context, including a platform's additions, has per-token data that would not be sliced."""
         for name, value in get_data(context).items():
             if isinstance(value, ARRAYS) and name not in self.platform.sliced_tensors and tokens in value.shape:

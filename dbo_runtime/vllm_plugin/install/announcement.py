@@ -19,11 +19,13 @@ class Announcement:
         rank: the rank's context.
         adapter: the model's adapter.
         unfused: reason for which attention stays one op, without concurrent ops; None if it does not.
+        no_micro: reason for which steps are cut into nano-batches only; None if micro-batches are possible, too.
     """
 
     rank: RankContext
     adapter: ModelAdapter
     unfused: Decline | None
+    no_micro: Decline | None = None
 
     def make(self, decline: Decline | None) -> None:
         """Log that overlap is active, or that *decline* keeps every step from being split."""
@@ -33,6 +35,8 @@ class Announcement:
             return
         if self.unfused is not None:
             log.info("attention stays one op, with no concurrent ops", reason=str(self.unfused))
+        if self.no_micro is not None:
+            log.info("steps are cut into nano-batches only", reason=str(self.no_micro))
         log.info("dual-batch overlap is active", **self._list_facts())
         if rank.platform.notice and not rank.config.check:
             log.warning(rank.platform.notice, advice="compare steps once, with DBO_CHECK=1")
@@ -49,6 +53,7 @@ class Announcement:
             "data_parallel": 1 if groups.data_parallel is None else groups.data_parallel.world_size,
             "transport": rank.transport,
             "mode": config.mode,
+            "split": config.split if self.no_micro is None else "nano",
             "micro_batches": config.micro_batches or "auto",
             "policy": name_policy(*config.policy),
             "dispatch": rank.dispatch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from dbo_runtime.adapters.contract import ModelAdapter, StageAdapter, name_adapter
@@ -30,10 +30,18 @@ def choose_adapter(vllm_config: VllmConfig) -> ModelAdapter | Decline | None:
         return Decline("its adapter cannot be used", str(error))
 
 
+def find_decline(declines: Iterable[Decline], config: RuntimeConfig) -> Decline | None:
+    """Return the first of a model's *declines* for which its steps stay unsplit; None if there is none.
+
+    Unless the settings ask for micro-batches, a reason against these alone leaves nano-batches.
+    """
+    return next((each for each in declines if config.split == "micro" or not each.only_micro), None)
+
+
 def list_declines(
     vllm_config: VllmConfig, config: RuntimeConfig, adapter: ModelAdapter | Decline | None
 ) -> Iterator[Decline]:
-    """Yield all reasons against splitting. The first one is logged when the model is loaded.
+    """Yield all reasons against splitting, those against micro-batches only included; see `find_decline`.
 
     Args:
         vllm_config: vLLM's configuration, made from its command line.

@@ -95,7 +95,8 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             served.encoder = _make_encoder(encoder, rank, device, metrics)
         if isinstance(recorded, RecordedModel):
             _set_up_steps(served, runner, recorded, rank, collectives, device, metrics)
-            served.announcement = Announcement(rank, recorded.adapter, collectives.fused_attention_reason)
+            fused = collectives.fused_attention_reason
+            served.announcement = Announcement(rank, recorded.adapter, fused, recorded.no_micro)
     served.install(model)
 
 
@@ -135,6 +136,8 @@ def _compare_settings(
     """Raise ConfigError if ranks have different settings: later they would decide differently, and hang. Collective."""
     outcomes = (str(one) if isinstance(one, Decline | None) else "can be split" for one in (recorded, encoder))
     model, images = outcomes
+    if isinstance(recorded, RecordedModel) and recorded.no_micro is not None:
+        model = f"nano-batches only: {recorded.no_micro}"
     own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, {describe_versions()}"
     settings = gather(rank.groups.all_ranks, own)
     if len(set(settings)) > 1:
@@ -208,7 +211,8 @@ def _make_forward(
     assert not isinstance(lora, Decline), "then it has no program"
     ends = ModelEnds(model, runtime.program, recorded.adapter, rank.stage, recorded.head)
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number)
-    decider.first_steps = _make_first_steps(rank)
+    decider.first_steps, decider.no_micro = _make_first_steps(rank, recorded.no_micro), recorded.no_micro
+    runtime.prepare(decider.limit(rank.config))
     forward = SplitForward(
         model,
         decider,
@@ -220,8 +224,10 @@ def _make_forward(
     return forward
 
 
-def _make_first_steps(rank: RankContext) -> FirstSteps | None:
-    return None if is_tested() and not rank.platform.compares_first_steps else FirstSteps(rank.log)
+def _make_first_steps(rank: RankContext, no_micro: Decline | None = None) -> FirstSteps | None:
+    """Return the count of first steps, if these are compared: what has no micro-batches was proven for few models."""
+    is_proven = is_tested() and not rank.platform.compares_first_steps and no_micro is None
+    return None if is_proven else FirstSteps(rank.log)
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:

@@ -11,7 +11,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
-from dbo_runtime.vllm_plugin.install.config_checks import list_declines
+from dbo_runtime.vllm_plugin.install.config_checks import find_decline, list_declines
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
 from dbo_runtime.vllm_plugin.parallel.stage import Stage
@@ -27,11 +27,13 @@ class RecordedModel(NamedTuple):
 
     Attributes:
         head: the work that the forward does besides the program; None if none.
+        no_micro: reason for which steps are cut into nano-batches only; None if micro-batches are possible, too.
     """
 
     adapter: ModelAdapter
     program: Program
     head: Head | None
+    no_micro: Decline | None = None
 
 
 def record_model(
@@ -39,12 +41,18 @@ def record_model(
 ) -> RecordedModel | Decline:
     """Return a model's program on this rank, or a decline. Collective."""
     adapter = _prefer_generic(adapter, model, rank)
-    decline = next(list_declines(rank.vllm_config, rank.config, adapter), None)
+    declines = list(list_declines(rank.vllm_config, rank.config, adapter))
+    decline = find_decline(declines, rank.config)
     if decline is not None:
         return decline
     assert not isinstance(adapter, Decline | None), "without one, models are declined"
     decline = _check_stage(rank.stage) or _check_backbone(adapter, model, rank)
-    decline = decline or call_adapter(adapter, partial(adapter.decline, model))
+    if decline is not None:
+        return decline
+    unfit = call_adapter(adapter, partial(adapter.decline, model))
+    if unfit is not None:
+        declines.append(unfit)
+    decline = find_decline(declines, rank.config)
     if decline is not None:
         return decline
     rank.platform.prepare_model(model)
@@ -55,11 +63,13 @@ def record_model(
     program = call_adapter(adapter, partial(record_program, adapter, model, collectives, has_side))
     if isinstance(program, Decline):
         return program
-    decline = rank.stage.check_program(program)
+    no_micro = next(iter(declines), None)
+    is_whole = no_micro is not None and not any(op.token_wise for op in program.ops)
+    decline = no_micro if is_whole else rank.stage.check_program(program)
     if decline is not None:
         return decline
     head = None if isinstance(adapter, GenericAdapter) else find_head(model, rank.vllm_config)
-    return head if isinstance(head, Decline) else RecordedModel(adapter, program, head)
+    return head if isinstance(head, Decline) else RecordedModel(adapter, program, head, no_micro)
 
 
 def _prefer_generic(

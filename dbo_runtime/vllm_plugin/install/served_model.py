@@ -79,9 +79,10 @@ class ServedModel:
                 f"DBO_SIDE={config.side}: the second compute lane was not opened at start, and cannot be opened later. "
                 f"Set DBO_SIDE={config.side} in the server's environment and start again."
             )
-        for split in (self.forward, self.encoder):
-            if split is not None:
-                split.runtime.prepare(config)
+        if self.forward is not None:
+            self.forward.runtime.prepare(self.forward.decider.limit(config))
+        if self.encoder is not None:
+            self.encoder.runtime.prepare(config)
 
 
 def get_served_model(model: VllmModel) -> ServedModel | None:

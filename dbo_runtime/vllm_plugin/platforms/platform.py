@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.decline import Decline
@@ -30,7 +31,7 @@ COMPARE = "with DBO_CHECK=1 steps are split, and each is compared with the unspl
 
 def tell_to_compare(unproven: Decline) -> Decline:
     """Return a decline that also tells how to split anyway, by comparing every step."""
-    return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
+    return replace(unproven, detail=f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
 
 
 class Platform:
@@ -108,7 +109,7 @@ class Platform:
         from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 
         if uses_second_runner(vllm_config):
-            yield Decline("not proven with vLLM's second model runner yet")
+            yield Decline("not proven with vLLM's second model runner yet", only_micro=True)
 
     def check_encoder(self, encoder: str) -> Decline | None:
         """Return why a vision encoder of this class is not split on this platform unless compared, or None."""

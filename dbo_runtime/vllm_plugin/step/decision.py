@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 
 from dbo_runtime.batch import Batch, BatchSlice
+from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
 from dbo_runtime.engine.runtime import OFF, MicroBatchRuntime, SharedSplit
@@ -53,6 +54,7 @@ class StepDecider:
         warm_up: decides steps before serving.
         first_steps: counts the first steps, which are compared; None if none are.
         refusal: reason not to split any step, found before serving; None if steps may be split.
+        no_micro: reason for which steps are cut into nano-batches only; None if micro-batches are possible, too.
         declines: declines of earlier steps, which further steps repeat.
         choose_cuts: chooses the cuts of a batch, whatever the settings say; None to follow the settings.
         choose_sizes: chooses the sizes of micro-batches on all data parallel ranks, likewise.
@@ -72,6 +74,7 @@ class StepDecider:
     ) -> None:
         self.first_steps: FirstSteps | None = None
         self.refusal: Decline | None = None
+        self.no_micro: Decline | None = None
         self.declines = DeclineCache()
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
@@ -89,8 +92,12 @@ class StepDecider:
     def copy_for(self, runtime: MicroBatchRuntime, group: GroupCoordinator) -> StepDecider:
         """Return a decider for the same model with another runtime. It has no agreements, and compares no steps."""
         own = StepDecider(runtime, self._splitter, self._agreement.copy_for(group), self._transport, self.rank)
-        own.refusal = self.refusal
+        own.refusal, own.no_micro = self.refusal, self.no_micro
         return own
+
+    def limit(self, config: RuntimeConfig) -> RuntimeConfig:
+        """Return these settings, without micro-batches if the model has none."""
+        return config if self.no_micro is None else replace(config, split="nano")
 
     @property
     def sizes_and_capacities(self) -> dict[str, tuple[int, int]]:
@@ -227,7 +234,7 @@ class StepDecider:
         size = None if early else self._splitter.read_size(context, tokens)
         if size is None:
             return early
-        decodes = runtime.decline_decodes() if size.max_query_len <= 1 else None
+        decodes = runtime.decline_prefill(0) if size.max_query_len <= 1 else None
         return decodes or self.declines.find(size, runtime.config, runtime.planner)
 
     def _keep_decline(self, reason: Decline, context: ForwardContext, tokens: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -99,13 +98,13 @@ class LocalPlanner:
         return self.add_contexts(context, plan, () if rank is None else shared.sizes)
 
     def plan_dummy(self, context: ForwardContext, tokens: int) -> StepDecision | Decline:
-        """Plan a dummy batch, which has no attention metadata, in equal micro-batches."""
+        """Plan a dummy batch, which has no attention metadata, in equal micro-batches or nano-batches."""
         of_ranks = [] if context.dp_metadata is None else context.dp_metadata.num_tokens_across_dp_cpu.tolist()
         shares = share_data_parallel([tokens, *of_ranks], self._runtime.config.parts)
         if isinstance(shares, Decline):
             return shares
         own = tuple(share[0] for share in shares)
-        plan = self._runtime.plan(Batch(own, 0), list(accumulate(own))[:-1])
+        plan = self._runtime.plan_dummy(own)
         return self.add_contexts(context, plan, [share[1:] for share in shares] if of_ranks else ())
 
     def _describe(self, error: Exception) -> Decline:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from dbo_runtime.batch import FEW_PREFILL_TOKENS, FEW_TOKENS
 from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
-from dbo_runtime.engine.runtime import MicroBatchRuntime
+from dbo_runtime.engine.runtime import OFF, MicroBatchRuntime, SharedSplit
+from dbo_runtime.planner.online.ab_trial import ON_TRIAL, SLOWER
 from dbo_runtime.planner.online.selection import NO_GAIN
 from dbo_runtime.planner.online.split_choice import get_cut
 from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context
@@ -14,6 +16,9 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner, ServedStep
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, agree, decline
+
+JUDGED = frozenset({OFF.reason, FEW_TOKENS, FEW_PREFILL_TOKENS, NO_GAIN, ON_TRIAL, SLOWER})
+"""Reasons that settings or costs give against cutting a step, in whichever way."""
 
 
 class NanoDecider:
@@ -47,7 +52,7 @@ class NanoDecider:
         shared = tokens if isinstance(tokens, Decline) else self._runtime.choose_nano_batches(tokens)
         if isinstance(shared, Decline):
             return decline(shared)
-        plan = partial(self._local.plan_nano_batches, step.context, step.tokens, shared, self._rank)
+        plan = partial(self._plan_locally, step, shared)
         local = self._local.attempt(step, plan)
         where = f"{get_cut(shared).nano_batches} nano-batches, tokens of all ranks {shared.sizes}"
         if self._rank is not None:
@@ -68,9 +73,19 @@ class NanoDecider:
         unfit = check_context(context, step.tokens, platform, dispatch)
         if unfit is None and not context.attn_metadata:
             unfit = Decline("no attention metadata (profiling or dummy run)")
-        return unfit or [step.tokens]
+        return unfit or self._check_prefill(step) or [step.tokens]
+
+    def _check_prefill(self, step: ServedStep) -> Decline | None:
+        """Decline a step with too few prefill tokens, as far as its size tells."""
+        size = self._splitter.read_size(step.context, step.tokens)
+        return size and self._runtime.decline_prefill(size.count_prefill_tokens(self._splitter.decode_len))
+
+    def _plan_locally(self, step: ServedStep, shared: SharedSplit) -> StepDecision | Decline:
+        """Plan this rank's batch. Token-wise ops read the forward context of their nano-batch."""
+        unfit = self._splitter.check_context_data(step.context, step.tokens)
+        return unfit or self._local.plan_nano_batches(step.context, step.tokens, shared, self._rank)
 
 
 def can_be_nano(plan: ExecutionPlan | Decline) -> bool:
-    """Return whether a step that has no micro-batches may have nano-batches: no prediction has judged both."""
-    return isinstance(plan, Decline) and plan.reason != NO_GAIN
+    """Return whether a step that has no micro-batches may have nano-batches: its decline does not hold for both."""
+    return isinstance(plan, Decline) and plan.reason not in JUDGED

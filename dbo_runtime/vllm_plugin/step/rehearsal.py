@@ -82,7 +82,9 @@ def try_split(
 
 def copy_for_profile(served: SplitForward, device: Device, group: GroupCoordinator) -> SplitForward:
     """Return a forward of the same model that splits every step on *device*, and compares none."""
-    config = replace(served.runtime.config, check=Check.OFF)  # without attention metadata, results have no meaning
+    config = served.runtime.config
+    mode = "always" if config.mode == "auto" else config.mode  # dummy batches may be below the thresholds
+    config = replace(config, mode=mode, check=Check.OFF)  # without attention metadata, results have no meaning
     own = served.copy_for(device, config, group)
     own.phase = Phase.PROFILING
     return own

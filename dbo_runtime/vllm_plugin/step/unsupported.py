@@ -22,12 +22,15 @@ Split steps were compared with unsplit ones for all methods but `suffix`, which 
 
 
 def check_config(vllm_config: VllmConfig) -> Decline | None:
-    """Return the first feature in use that splitting does not support, or None."""
+    """Return the first feature in use that splitting into micro-batches does not support, or None."""
     return next(list_unsupported(vllm_config), None)
 
 
 def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
-    """Yield each feature in use that splitting does not support."""
+    """Yield each feature in use that splitting does not support.
+
+    What attention reads, states, drafts and context included, is a reason against micro-batches only.
+    """
     platform = get_platform()
     yield from platform.list_unsupported(vllm_config)
     parallel = vllm_config.parallel_config
@@ -42,6 +45,11 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
         (returns_routed_experts(vllm_config), "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
+        (model.is_attention_free, "a state-space model"),
+        (model.is_encoder_decoder, "an encoder-decoder model"),
+    )
+    yield from (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
+    of_micro_batches = (
         (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
         (drafts_in_pipeline and not platform.drafts_in_pipeline(vllm_config), "speculative decoding in a pipeline"),
         (model.is_hybrid and model.architecture not in HYBRID_MODELS, "this model's linear attention"),
@@ -50,10 +58,8 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
             "speculative decoding with linear attention",
         ),
         (model.is_hybrid and parallel.use_sequence_parallel_moe, "sequence-parallel MoE with linear attention"),
-        (model.is_attention_free, "a state-space model"),
-        (model.is_encoder_decoder, "an encoder-decoder model"),
     )
-    yield from (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
+    yield from (Decline(f"not supported yet: {what}", only_micro=True) for is_used, what in of_micro_batches if is_used)
     if vllm_config.lora_config is not None:
         yield from _list_unsupported_with_lora(vllm_config)
     sizes = compare_hidden_sizes(vllm_config)

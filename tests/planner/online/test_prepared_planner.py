@@ -46,8 +46,8 @@ from tests.support.planner.served_orders import draw_prompts
 from tests.support.profiles import scale
 from tests.support.strategies import batches
 
-AUTO = RuntimeConfig(probation=False)
-ALWAYS = RuntimeConfig(mode="always")
+AUTO = RuntimeConfig(split="micro", probation=False)
+ALWAYS = RuntimeConfig(mode="always", split="micro")
 PROMPT = Batch((4096,), 4096)
 NEAR_MARGIN = 0.01  # share of a step by which a predicted gain may be on the other side of the margin
 

@@ -74,3 +74,15 @@ def assert_few_tokens_are_padded(ranks: Ranks) -> None:
     """Compare a long prefill next to an idle rank, and next to ranks of a token or two."""
     for few in FEW.values():
         assert_split_is_close(ranks, None, 2, (), [LONG, few])
+
+
+def generate_in_nano_batches(
+    engine: Engine, rank: int, tokens: int, arrive: Any, batches: Any, settings: dict[str, str]
+) -> tuple[list[Answer], int, dict[str, int]]:
+    """Run this rank's prompts; return answers, steps in nano-batches, and reasons against these."""
+    engine.configure(**settings)
+    before = engine.statistics()[0]
+    answers = run_prompts(engine, batches[rank], tokens, arrive[rank] if arrive else ())
+    engine.configure(DBO_MODE="always")
+    after = engine.statistics()[0]
+    return answers, after["nano"] - before["nano"], count_since(before["declined"], after["declined"])

@@ -21,7 +21,7 @@ from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from tests.support.ascend.jobs import cut_at_boundaries
 from tests.support.vllm.engine import Answer, Engine, make_prompt
 from tests.support.vllm.engines import Engines, share_cores
-from tests.support.vllm.equivalence import MIXED, run_cut, run_in_nano_batches, run_unsplit
+from tests.support.vllm.equivalence import MIXED, assert_close_up_to_ties, run_cut, run_in_nano_batches, run_unsplit
 from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, EDGES, generate
 from tests.support.vllm.families import LINEAR_ATTENTION, make_family
 from tests.support.vllm.picture_requests import KINDS, ask, count_encoder
@@ -38,8 +38,6 @@ LONG_PROMPT = make_prompt(300, 7)
 OPTIONS = {"dtype": "bfloat16", "attention_backend": "CPU_ATTN"}
 LONG = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "hf_overrides": {"max_position_embeddings": 4096}}
 BLOCK = 1152  # tokens, at whose multiples vLLM keeps states of the tiny model for its prefix cache
-ROUNDING = 0.25  # of log-probabilities, from bfloat16
-TIE = 0.3  # less between the two likeliest tokens, and rounding may decide
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +52,6 @@ def uncached(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engi
     """Return an engine of one rank without prefix caching: each request has one state, which each step moves on."""
     model = make_family("Qwen3_5ForCausalLM", tmp_path_factory.mktemp("qwen3.5-uncached"))
     return engines.get(1, "nobind", model, **OPTIONS, **LONG, enable_prefix_caching=False)
-
-
-def assert_close_up_to_ties(unsplit: Sequence[Answer], split: Sequence[Answer]) -> None:
-    """Compare log-probabilities token by token, until rounding decides between two tokens."""
-    for expected, answer in zip(unsplit, split, strict=True):
-        for index, token in enumerate(expected.tokens):
-            ours, theirs = answer.log_probs[index], expected.log_probs[index]
-            assert max(abs(ours[word] - theirs[word]) for word in theirs) <= ROUNDING
-            if answer.tokens[index] != token:
-                assert theirs[token] - theirs[answer.tokens[index]] <= TIE
-                break
 
 
 def run_in_chunks(engine: Engine, prompt: list[int], chunk: int) -> list[Answer]:

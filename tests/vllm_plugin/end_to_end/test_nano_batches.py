@@ -10,9 +10,9 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from tests.support.vllm.costs import forget_costs, make_up_costs
-from tests.support.vllm.engine import Answer, Engine, make_prompt
+from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.equivalence import LENGTHS, MIXED, NANO, PROMPTS, assert_close, get_unsplit, run_in_nano_batches
-from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, LONG, count_since, generate, run_prompts
+from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, LONG, generate, generate_in_nano_batches
 from tests.support.vllm.ranks import Ranks
 
 
@@ -117,15 +117,3 @@ def test_a_rank_with_fewer_tokens_than_nano_batches_declines_for_all(data_parall
     for _, nano, declined in answers:
         assert nano == 0
         assert declined["fewer tokens than nano-batches"] > 0
-
-
-def generate_in_nano_batches(
-    engine: Engine, rank: int, tokens: int, arrive: Any, batches: Any, settings: dict[str, str]
-) -> tuple[list[Answer], int, dict[str, int]]:
-    """Run this rank's prompts; return answers, steps in nano-batches, and reasons against these."""
-    engine.configure(**settings)
-    before = engine.statistics()[0]
-    answers = run_prompts(engine, batches[rank], tokens, arrive[rank] if arrive else ())
-    engine.configure(DBO_MODE="always")
-    after = engine.statistics()[0]
-    return answers, after["nano"] - before["nano"], count_since(before["declined"], after["declined"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,13 +243,16 @@ def test_an_adapter_that_takes_no_stages_does_not_even_look_at_one() -> None:
     assert found.detail.endswith("Blind")
 
 
-def test_a_model_with_an_unknown_kv_connector_is_declined_by_its_name() -> None:
+def test_a_model_with_an_unknown_kv_connector_has_no_micro_batches_for_a_reason_with_its_name() -> None:
     vllm_config = make_vllm_config(kv_transfer_config=SimpleNamespace(kv_connector="Novel"))
     vllm_config.model_config.architecture = "SomeForCausalLM"
     adapter: Any = object()
     model: Any = None
-    found = recorded_model.record_model(adapter, model, make_rank(WHOLE_MODEL, vllm_config, get_platform("cpu")), model)
+    rank = make_rank(WHOLE_MODEL, vllm_config, get_platform("cpu"))
+    rank = replace(rank, config=replace(rank.config, split="micro"))
+    found = recorded_model.record_model(adapter, model, rank, model)
     assert isinstance(found, Decline)
+    assert found.only_micro
     assert found.reason == "the KV connector is not known to dbo_runtime"
     assert found.detail.startswith("Novel; ")
 

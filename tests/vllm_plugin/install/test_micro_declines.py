@@ -1,0 +1,119 @@
+"""Reasons against micro-batches only: nano-batches remain, unless the settings ask for micro-batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
+from dbo_runtime.ir.program import Program, ProgramBuilder
+from dbo_runtime.vllm_plugin.install import recorded_model
+from dbo_runtime.vllm_plugin.install.config_checks import find_decline, list_declines
+from dbo_runtime.vllm_plugin.install.recorded_model import RecordedModel, record_model
+from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL
+from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+from tests.support.vllm.configs import make_config
+
+MICRO = Decline("its states are not known", only_micro=True)
+BOTH = Decline("its layers are not known")
+
+
+@pytest.mark.parametrize(
+    ("declines", "split", "expected"),
+    [
+        ([], "auto", None),
+        ([MICRO], "auto", None),
+        ([MICRO], "nano", None),
+        ([MICRO], "micro", MICRO),
+        ([MICRO, BOTH], "auto", BOTH),
+        ([MICRO, BOTH], "micro", MICRO),
+        ([BOTH], "nano", BOTH),
+    ],
+)
+def test_a_reason_against_micro_batches_declines_a_model_only_where_these_are_asked_for(
+    declines: list[Decline], split: str, expected: Decline | None
+) -> None:
+    assert find_decline(declines, RuntimeConfig(split=split)) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_v2_model_runner": True},
+        {"kv_transfer_config": SimpleNamespace(kv_connector="Novel")},
+        {"is_hybrid": True, "architecture": "OtherForCausalLM"},
+        {"is_hybrid": True, "architecture": "Qwen3NextForCausalLM", "use_sequence_parallel_moe": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_only_attention_meets_leaves_nano_batches(changes: dict[str, Any]) -> None:
+    vllm_config: Any = make_config(**{"architecture": "LlamaForCausalLM", **changes})
+    adapter: Any = object()
+    found = list(list_declines(vllm_config, RuntimeConfig(), adapter))
+    assert [decline.only_micro for decline in found] == [True]
+
+
+class Adapter:
+    """Declares one op, token-wise or not, and declines as it is told."""
+
+    takes_stages = True
+
+    def __init__(self, token_wise: bool, reason: Decline | None = None) -> None:
+        self._token_wise = token_wise
+        self._reason = reason
+
+    def decline(self, model: Any) -> Decline | None:
+        return self._reason
+
+    def record(self, p: ProgramBuilder, model: Any, collectives: Any, x: Any, positions: Any) -> Any:
+        return p.compute("op", torch.neg, x, token_wise=self._token_wise)
+
+
+@pytest.fixture
+def declines(monkeypatch: pytest.MonkeyPatch) -> list[Decline]:
+    found: list[Decline] = []
+    monkeypatch.setattr(recorded_model, "list_declines", lambda *_: iter(found))
+    monkeypatch.setattr(recorded_model, "_check_backbone", lambda *_: None)
+    monkeypatch.setattr(recorded_model, "make_lora_mapping", lambda *_: None)
+    monkeypatch.setattr(recorded_model, "find_head", lambda *_: None)
+    return found
+
+
+def record(adapter: Adapter, split: str = "auto") -> RecordedModel | Decline:
+    rank: Any = SimpleNamespace(
+        config=RuntimeConfig(split=split), vllm_config=None, stage=WHOLE_MODEL, platform=get_platform("cpu")
+    )
+    model: Any = torch.nn.Module()
+    collectives: Any = None
+    return record_model(adapter, model, rank, collectives)
+
+
+def test_a_model_without_micro_batches_is_recorded_with_the_reason(declines: list[Decline]) -> None:
+    declines.append(MICRO)
+    found = record(Adapter(token_wise=True))
+    assert isinstance(found, RecordedModel)
+    assert found.no_micro == MICRO
+    assert isinstance(found.program, Program)
+
+
+def test_its_adapter_may_say_so_as_well(declines: list[Decline]) -> None:
+    found = record(Adapter(token_wise=True, reason=MICRO))
+    assert isinstance(found, RecordedModel)
+    assert found.no_micro == MICRO
+    assert record(Adapter(token_wise=True, reason=MICRO), split="micro") == MICRO
+    assert record(Adapter(token_wise=True, reason=BOTH)) == BOTH
+
+
+def test_without_a_token_wise_op_nothing_is_left(declines: list[Decline]) -> None:
+    declines.append(MICRO)
+    assert record(Adapter(token_wise=False)) == MICRO
+
+
+def test_a_model_with_both_has_no_such_reason(declines: list[Decline]) -> None:
+    found = record(Adapter(token_wise=True))
+    assert isinstance(found, RecordedModel)
+    assert found.no_micro is None
