@@ -20,13 +20,13 @@ from dbo_runtime.vllm_plugin.api.kv_connectors import has_layer_hooks
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 from dbo_runtime.vllm_plugin.api.versions import describe_versions, get_version, is_tested
 from dbo_runtime.vllm_plugin.api.window import describe_tested
-from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
-from dbo_runtime.vllm_plugin.calibration.identity import make_identity
 from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
 from dbo_runtime.vllm_plugin.install.announcement import Announcement
+from dbo_runtime.vllm_plugin.install.cost_identity import make_identity
+from dbo_runtime.vllm_plugin.install.cost_source import CostSource
 from dbo_runtime.vllm_plugin.install.rank_presence import require_all_ranks
 from dbo_runtime.vllm_plugin.install.recorded_model import RecordedModel, record_model
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model

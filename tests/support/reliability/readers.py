@@ -19,12 +19,12 @@ from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.adapters.registry import check_adapter
 from dbo_runtime.batch import Batch, Thresholds, slice_batch
 from dbo_runtime.config import list_settings, read_environment
-from dbo_runtime.doctor.model import check_model
-from dbo_runtime.doctor.serve_command import read_command
-from dbo_runtime.doctor.settings import check_costs, check_trace
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.ir.render import parse, render
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.doctor.model import check_model
+from dbo_runtime.lab.doctor.serve_command import read_command
+from dbo_runtime.lab.doctor.settings import check_costs, check_trace
 from dbo_runtime.lab.verify.tiny_config import make_config
 from dbo_runtime.observe.counts import FOLDER, SHARED, statistics
 from dbo_runtime.observe.trace import make_trace
