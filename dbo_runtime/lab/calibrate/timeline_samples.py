@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dbo_runtime.lab.calibrate.samples import Sample
-from dbo_runtime.observe.gaps import HOST, find_gaps
+from dbo_runtime.lab.trace.gaps import HOST, find_gaps
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 

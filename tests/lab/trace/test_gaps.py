@@ -10,7 +10,7 @@ from dbo_runtime.engine.executor import Executor
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.policies import alternate, staggered
 from dbo_runtime.ir.program import Program
-from dbo_runtime.observe.gaps import DRAIN, FILL, HOST, NOTHING_LEFT, START, UNKNOWN, WAIT, Gap, find_gaps, sum_causes
+from dbo_runtime.lab.trace.gaps import DRAIN, FILL, HOST, NOTHING_LEFT, START, UNKNOWN, WAIT, Gap, find_gaps, sum_causes
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from tests.support.programs import record_three_lanes, record_toy
 
