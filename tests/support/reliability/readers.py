@@ -276,7 +276,7 @@ def _gather(text: bytes) -> None:
 def _make_metadata(chance: Random) -> Callable[[], object]:
     import numpy as np
 
-    from dbo_runtime.vllm_plugin.context.checks import check_prefix_cache
+    from dbo_runtime.vllm_plugin.context.checks import CachedRequests, check_prefix_cache
 
     lengths = [chance.choice((1, 1, 2, 30)) for _ in range(chance.randint(1, 6))]
     batch = Batch(tuple(lengths), sum(lengths))
@@ -289,9 +289,8 @@ def _make_metadata(chance: Random) -> Callable[[], object]:
 
     def read() -> None:
         slices = slice_batch(batch, cuts)
-        check_prefix_cache(
-            slices, np.array(batch.starts), seq_lens, table, 16, chance.randint(0, 3), chance.choice((None, 8))
-        )
+        requests = CachedRequests(np.array(batch.starts), seq_lens, table, 16)
+        check_prefix_cache(slices, requests, chance.randint(0, 3), chance.choice((None, 8)))
 
     return read
 
