@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
 import time
 from dataclasses import asdict
@@ -10,11 +11,16 @@ from typing import Any
 from tqdm import tqdm
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.lab.calibrate.fitting import fit_table
+from dbo_runtime.lab.calibrate.contention import fit_contention
+from dbo_runtime.lab.calibrate.fit import fit_costs
 from dbo_runtime.lab.calibrate.measurement import Measurements, measure
 from dbo_runtime.lab.calibrate.report import BUDGET_SECONDS, Report
+from dbo_runtime.lab.calibrate.samples import keep_queued
+from dbo_runtime.lab.calibrate.step_fit import fit_steps
 from dbo_runtime.planner.costs.cost_file import format_costs, parse_costs
-from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
+from dbo_runtime.planner.costs.op_cost import HostCost
+from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.vllm_plugin.install.cost_source import CostSource
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
 
@@ -69,12 +75,37 @@ def _fit(source: CostSource, measurements: Measurements, budget: float) -> tuple
 
 def _try_to_fit(source: CostSource, measurements: Measurements) -> tuple[str, dict[str, float], str]:
     """Return the costs as the text of a file, their errors, and what went wrong."""
-    program, host_computes = source.forward.runtime.program, source.rank.platform.host_computes
     try:
-        table, errors = fit_table(measurements, program, source.identity, host_computes)
+        table, errors = _fit_table(source, measurements)
         return format_costs(table), errors, ""
     except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
         return "", {}, str(error) if isinstance(error, ConfigError) else f"the costs cannot be fitted: {error!r}"
+
+
+def _fit_table(source: CostSource, measurements: Measurements) -> tuple[CostTable, dict[str, float]]:
+    """Return the costs, and their relative errors for steps, by mode.
+
+    Raises:
+        ConfigError: the durations make no sense.
+    """
+    program, identity = source.forward.runtime.program, source.identity
+    host_computes = source.rank.platform.host_computes
+    # If the host computes, it is never late: lanes run what the host runs.
+    samples = measurements.samples if host_computes else keep_queued(measurements.samples)
+    costs, errors = fit_costs(samples, identity.bytes_per_token)
+    origin = Provenance(
+        kind="measured",
+        source="dbo calibrate",
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        machine=identity.machine,
+        model=identity.model,
+        parallel=identity.parallel,
+        versions=identity.versions,
+    )
+    host = HostCost(computes=host_computes)
+    contention = fit_contention(costs, samples)
+    table = CostTable(origin, describe_program(program), costs, contention, host, errors)
+    return fit_steps(table, program, measurements.steps)
 
 
 class _ProgressBar:

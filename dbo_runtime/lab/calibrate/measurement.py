@@ -30,9 +30,8 @@ from dbo_runtime.devices import Device
 from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.ir.program import Program
-from dbo_runtime.lab.calibrate.samples import Sample
+from dbo_runtime.lab.calibrate.samples import Sample, measure_late, read_samples
 from dbo_runtime.lab.calibrate.shapes import Shape, choose_repeats, choose_shapes, expect_round
-from dbo_runtime.lab.calibrate.timeline_samples import measure_late, read_samples
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.vllm_plugin.api.dummy_batches import Limits, get_limits, run_dummy
 from dbo_runtime.vllm_plugin.api.kv_agent import replace_agent
@@ -100,20 +99,12 @@ def measure(
     """
     work = JointWork(group)
     with work.guard():
-        return _measure(runner, forward, work, group, budget, progress)
+        shapes = choose_shapes(_agree_on_limits(work, get_limits(runner)))
+        return _measure_shapes(shapes, _Harness(runner, forward, group, work), budget, progress)
 
 
-def _measure(
-    runner: GPUModelRunner,
-    forward: SplitForward,
-    work: JointWork,
-    group: GroupCoordinator,
-    budget: float,
-    progress: Progress,
-) -> Measurements:
-    shapes = choose_shapes(_agree_on_limits(work, get_limits(runner)))
-    harness = _Harness(runner, forward, group, work)
-    measurements = Measurements()
+def _measure_shapes(shapes: Sequence[Shape], harness: _Harness, budget: float, progress: Progress) -> Measurements:
+    work, measurements = harness.work, Measurements()
     for shape in shapes[:1]:
         harness.run(shape, 0)  # the very first runs compile and allocate, as they do when serving
     rounds: list[tuple[Shape, float]] = []
@@ -167,7 +158,7 @@ class _Harness:
 
     def __init__(self, runner: GPUModelRunner, served: SplitForward, group: GroupCoordinator, work: JointWork) -> None:
         self._runner = runner
-        self._work = work
+        self.work = work
         self._vocabulary = runner.model_config.get_vocab_size()
         self._seconds = 0.0
         self._issued = 0.0
@@ -201,7 +192,7 @@ class _Harness:
         tokens = torch.arange(positions.shape[-1], device=positions.device) * STRIDE_TOKENS % self._vocabulary
         tokens = tokens.to(torch.int32)  # same type as vLLM's
         _fill(intermediate_tensors)
-        self._work.gather()
+        self.work.gather()
         self._device.synchronize()
         start = time.perf_counter()
         results = self._forward(tokens, positions, intermediate_tensors, **kwargs)

@@ -1,4 +1,4 @@
-"""Measured runs of ops."""
+"""Measured runs of ops, read from recorded steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.trace.gaps import HOST, find_gaps
+from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 
 MIN_SIZES = 2  # sizes that an op must be measured at: its cost is at least a line
@@ -22,6 +24,21 @@ class Sample(NamedTuple):
     seconds: float
     concurrent: float = 0.0  # seconds in which another lane ran, too; see `Timeline.measure_concurrent`
     was_queued: bool = True  # the whole op was issued before it began, so its lane did not wait for the host
+
+
+def read_samples(timeline: Timeline, loads: Sequence[BatchFeatures]) -> list[Sample]:
+    """Return a timeline's spans as samples, sorted by micro-batch and op: their order in time differs by rank."""
+    measured = zip(timeline.spans, timeline.measure_concurrent(), timeline.find_queued(), strict=True)
+    samples = {}
+    for span, concurrent, was_queued in measured:
+        name, load, seconds = span.op.rpartition(".")[2], loads[span.micro_batch], span.end - span.start
+        samples[span.micro_batch, span.op] = Sample(name, span.lane, load, seconds, concurrent, was_queued)
+    return [samples[name] for name in sorted(samples)]
+
+
+def measure_late(timeline: Timeline) -> float:
+    """Return the seconds in which a lane could have continued, but the host had not issued its next op."""
+    return sum(gap.seconds for gap in find_gaps(timeline) if gap.cause == HOST)
 
 
 def keep_queued(samples: Sequence[Sample]) -> list[Sample]:

@@ -14,10 +14,9 @@ from dbo_runtime.ir.policies import alternate, sequential
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.lab.calibrate.fit import fit_costs
 from dbo_runtime.lab.calibrate.measurement import StepSample
-from dbo_runtime.lab.calibrate.samples import Sample, keep_queued
+from dbo_runtime.lab.calibrate.samples import Sample, keep_queued, measure_late, read_samples
 from dbo_runtime.lab.calibrate.shapes import Shape, choose_shapes
 from dbo_runtime.lab.calibrate.step_fit import find_issue, fit_steps
-from dbo_runtime.lab.calibrate.timeline_samples import measure_late, read_samples
 from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.costs.batch_features import BatchFeatures

@@ -19,7 +19,7 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.lab.calibrate import calibration, fitting, measurement
+from dbo_runtime.lab.calibrate import calibration, measurement
 from dbo_runtime.lab.calibrate.measurement import Measurements
 from dbo_runtime.lab.calibrate.report import Report
 from dbo_runtime.lab.calibrate.shapes import Shape
@@ -357,7 +357,7 @@ def test_whatever_the_fit_fails_with_all_ranks_hear_of_it_and_serving_goes_on_wi
     one_rank: Engine, forward: SplitForward, log: Lines, found: Measurements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "measure", lambda *_: found)
-    monkeypatch.setattr(fitting, "fit_steps", lambda *_: 1 / 0)
+    monkeypatch.setattr(calibration, "fit_steps", lambda *_: 1 / 0)
     reason = "the costs cannot be fitted: ZeroDivisionError('division by zero')"
     assert_serves_on_without_costs(RuntimeConfig(calibrate=True), reason, one_rank, forward, log)
 
