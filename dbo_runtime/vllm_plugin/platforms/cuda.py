@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.platforms.cuda_evidence import FIRST, SECOND, read_evidence
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+EVIDENCE_FILE = "cuda_evidence.json"
+FIRST, SECOND = "first", "second"
+"""vLLM's model runners, V1 and V2."""
+
+
+class Evidence(NamedTuple):
+    """Split steps that equalled unsplit ones on a GPU.
+
+    Attributes:
+        vllm: the release of vLLM.
+        backend: name of the attention backend, such as FLASH_ATTN.
+        runner: `FIRST` or `SECOND`.
+        chip: name of the GPU.
+        date: day of the run, as YYYY-MM-DD.
+        steps: number of split steps compared.
+    """
+
+    vllm: str
+    backend: str
+    runner: str
+    chip: str
+    date: str
+    steps: int
+
+
+@cache
+def read_evidence() -> tuple[Evidence, ...]:
+    """Return all evidence in this release of the package; empty if no GPU has run the kit.
+
+    `make hardware` writes the file from runs of the kit.
+    """
+    text = files(__package__).joinpath(EVIDENCE_FILE).read_text(encoding="utf-8")
+    return tuple(Evidence(**entry) for entry in json.loads(text)["evidence"])
 
 
 class CudaPlatform(Platform):
