@@ -94,7 +94,9 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
         if isinstance(encoder, EncoderProgram):
             served.encoder = _make_encoder(encoder, rank, device, metrics)
         if isinstance(recorded, RecordedModel):
-            _set_up_steps(served, runner, recorded, rank, collectives, device, metrics)
+            if rank.config.compile:
+                served.compiler = _make_compiler(runner, recorded.adapter, rank, collectives)
+            _set_up_steps(served, runner, recorded, device, metrics)
             served.announcement = Announcement(rank, recorded.adapter, collectives.fused_attention_reason)
     served.install(model)
 
@@ -162,15 +164,12 @@ def _set_up_steps(
     served: ServedModel,
     runner: GPUModelRunner,
     recorded: RecordedModel,
-    rank: RankContext,
-    collectives: ModelCollectives,
     device: Device,
     metrics: Metrics | None,
 ) -> None:
     """Make the parts that split a model's steps, up to serving."""
-    program = recorded.program
-    if rank.config.compile:
-        served.compiler = _make_compiler(runner, recorded.adapter, rank, collectives)
+    rank, program = served.rank, recorded.program
+    if served.compiler is not None:
         program = served.compiler.wrap(program)
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     ranks = rank.groups.all_ranks.world_size
