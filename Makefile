@@ -18,7 +18,7 @@ CUDA_BIN := $(VENV)-cuda/bin
 # Of chosen files, none may have a slow test that needs root, or none that does not: pytest then ends with 5.
 OR_NONE = || test $$? -eq $(if $(SLOW_TESTS),5,0)
 KIT_SITE := .gpu_kit_cache/site
-NPU_SUITES := tests/standin/cann tests/devices tests/doctor/test_torch_npu.py tests/engine/test_executor.py \
+NPU_SUITES := tests/standin/cann tests/devices tests/lab/doctor/test_torch_npu.py tests/engine/test_executor.py \
 	tests/gpu_kit/test_rehearsal.py
 # Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal

@@ -52,7 +52,8 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "doctor": Command(
-            "dbo_runtime.doctor.doctor_command", "check whether vLLM would split steps here, and say what prevents it"
+            "dbo_runtime.lab.doctor.doctor_command",
+            "check whether vLLM would split steps here, and say what prevents it",
         ),
         "plan": Command(
             "dbo_runtime.lab.whatif.plan_command",
@@ -65,7 +66,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "lab",
         ),
         "calibrate": Command(
-            "dbo_runtime.vllm_plugin.calibration.calibrate_command",
+            "dbo_runtime.lab.calibrate.calibrate_command",
             "measure with vLLM how long a model's ops take, for DBO_COSTS",
             "vllm",
             passes_on=True,

@@ -86,7 +86,7 @@ def run_node(arguments: argparse.Namespace) -> int:
     options = join_tensor_parallel(arguments, options)
     from vllm import LLM
 
-    from dbo_runtime.vllm_plugin.calibration.cost_source import Report
+    from dbo_runtime.lab.calibrate.report import Report
 
     llm = LLM(arguments.model, disable_log_stats=True, use_tqdm_on_load=False, **options)
     let_workers_go_first()

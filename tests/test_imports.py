@@ -30,14 +30,13 @@ CORE = [
     "dbo_runtime.devices.virtual",
     "dbo_runtime.lab.simulate.multi_rank_simulator",
     "dbo_runtime.devices.serial",
-    "dbo_runtime.doctor",
-    *(f"dbo_runtime.doctor.{path.stem}" for path in sorted(ROOT.glob("doctor/*.py")) if path.stem not in NOT_CORE),
     "dbo_runtime.observe",
     *(f"dbo_runtime.observe.{path.stem}" for path in sorted(ROOT.glob("observe/*.py")) if path.stem not in NOT_CORE),
     "dbo_runtime.planner",
     *(
         f"dbo_runtime.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}"
-        for path in sorted(ROOT.glob("planner/*/*.py"))
+        for pattern in ("planner/*/*.py", "lab/doctor/*.py")
+        for path in sorted(ROOT.glob(pattern))
         if path.stem not in NOT_CORE
     ),
     "dbo_runtime.vllm_plugin.api.known",

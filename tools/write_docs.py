@@ -24,7 +24,7 @@ from dbo_runtime.__main__ import COMMANDS, SCRIPT
 from dbo_runtime.__main__ import main as run_program
 from dbo_runtime.adapters.registry import GROUP
 from dbo_runtime.config import Setting, list_settings
-from dbo_runtime.doctor.remedies import REMEDIES
+from dbo_runtime.lab.doctor.remedies import REMEDIES
 from dbo_runtime.vllm_plugin.api.kv_connectors import IDLE_HOOKS, WORKING_HOOKS
 
 ROOT = Path(__file__).resolve().parents[1]

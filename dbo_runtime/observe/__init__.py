@@ -1,1 +1,1 @@
-"""Timelines and their gaps, trace files, counts, and the log."""
+"""Timelines, trace files, counts, and the log."""

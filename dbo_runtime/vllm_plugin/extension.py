@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import SplitError
 from dbo_runtime.setting_sources import reread_environment
-from dbo_runtime.vllm_plugin.calibration.report import BUDGET_SECONDS
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class WorkerExtension:
     def dbo_calibrate(self, path: str = "", budget: float | None = None, terminal: str = "") -> dict[str, Any] | None:
         """Measure the costs of ops, plan by them from now on, and write them to *path* if given.
 
-        Call it only while no request runs. Returns the errors of the fit, as fields (`calibration.report.Report`), or
+        Call it only while no request runs. Returns the errors of the fit, as fields (`lab.calibrate.report.Report`), or
         None if no step of the model is split.
 
         Args:
@@ -112,7 +111,7 @@ class WorkerExtension:
         served = self._dbo_served()
         if served is None or served.costs is None:
             return None
-        return asdict(served.costs.calibrate(path, BUDGET_SECONDS if budget is None else budget, terminal))
+        return served.costs.calibrate(path, budget, terminal)
 
     def dbo_predict(self, query_lens: list[int]) -> dict[str, float] | None:
         """Return the predicted seconds of a step of prefills of these lengths, unsplit and split.

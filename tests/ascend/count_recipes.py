@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from dbo_runtime.doctor.probe_process import run_probe
-from dbo_runtime.doctor.serve_command import list_overlaps
+from dbo_runtime.lab.doctor.probe_process import run_probe
+from dbo_runtime.lab.doctor.serve_command import list_overlaps
 from tests.standin.cann import cann
 from tests.standin.cann.build import build
 from tests.support.ascend.engines import ENVIRONMENT

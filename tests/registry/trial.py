@@ -45,8 +45,8 @@ def serve(architecture: str, side: str) -> dict[str, Any]:
     from vllm.model_executor.models import registry
     from vllm.v1.executor import multiproc_executor
 
+    from dbo_runtime.lab.verify.load_format import register_load_format
     from dbo_runtime.lab.verify.verification import fill_weights
-    from dbo_runtime.vllm_plugin.api.load_format import register_load_format
 
     register_load_format(LOAD_FORMAT, fill_weights)  # workers are forked: they have it, too
     config = make_config(architecture)

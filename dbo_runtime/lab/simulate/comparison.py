@@ -8,13 +8,13 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+from dbo_runtime.lab.progress import show_progress
 from dbo_runtime.lab.simulate.disturbance import Disturbances
 from dbo_runtime.lab.simulate.instance import Layout, serve
 from dbo_runtime.lab.simulate.service_level import Capacity, ServiceLevel, Verdict, find_capacity
 from dbo_runtime.lab.simulate.step_times import StepPricer
 from dbo_runtime.lab.simulate.workload import Workload, draw_requests
 from dbo_runtime.lab.whatif.ranges import Range
-from dbo_runtime.observe.progress import show_progress
 
 
 @dataclass(frozen=True, slots=True)

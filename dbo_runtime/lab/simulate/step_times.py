@@ -10,9 +10,9 @@ from typing import Protocol
 
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.lab.progress import show_progress
 from dbo_runtime.lab.whatif.corners import Corner, move_to
 from dbo_runtime.lab.whatif.estimate import open_planner
-from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.predictor import Predictor

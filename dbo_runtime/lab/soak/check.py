@@ -12,13 +12,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dbo_runtime.errors import ConfigError, DeviceError
+from dbo_runtime.lab.progress import show_progress
 from dbo_runtime.lab.soak.answer import Answer
 from dbo_runtime.lab.soak.comparison import ALARM, FAILURE, TOLERANCE, Difference, compare_answers
 from dbo_runtime.lab.soak.engine_process import EngineProcess
 from dbo_runtime.lab.soak.judge import find_own_differences, is_own, starts_from_others
 from dbo_runtime.lab.soak.report import Bug, EquivalenceReport, Tally
 from dbo_runtime.lab.soak.request import Request, Round
-from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.setting_sources import make_switch
 
 REQUESTS = 300

@@ -17,8 +17,8 @@ from typing import IO, Any
 from dbo_runtime.errors import DeviceError
 from dbo_runtime.lab.soak.answer import Answer, Counts
 from dbo_runtime.lab.soak.request import Abilities, Round
-from dbo_runtime.vllm_plugin.api.engine_log import save_log
-from dbo_runtime.vllm_plugin.api.start_failure import describe_failure
+from dbo_runtime.lab.start.engine_log import save_log
+from dbo_runtime.lab.start.start_failure import describe_failure
 
 MODULE = "dbo_runtime.lab.soak.engine_main"
 START_SECONDS, ROUND_SECONDS, END_SECONDS = 900.0, 600.0, 30.0

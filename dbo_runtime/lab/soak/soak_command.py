@@ -13,9 +13,9 @@ from dbo_runtime.config import PREFIX, SWITCHES
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.soak.check import REQUESTS, ROUND_REQUESTS, check_equivalence
 from dbo_runtime.lab.soak.comparison import TOLERANCE
+from dbo_runtime.lab.start.arguments import parse_engine_arguments
+from dbo_runtime.lab.start.engine_log import divert_output
 from dbo_runtime.setting_sources import make_switch
-from dbo_runtime.vllm_plugin.api.engine_arguments import parse_engine_arguments
-from dbo_runtime.vllm_plugin.api.engine_log import divert_output
 
 EXIT_DIFFERENT = 1
 

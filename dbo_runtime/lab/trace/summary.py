@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dbo_runtime.ir.op import COMPUTE, COMPUTING
-from dbo_runtime.observe.gaps import CAUSES, find_gaps, sum_causes
+from dbo_runtime.lab.trace.gaps import CAUSES, find_gaps, sum_causes
 from dbo_runtime.observe.timeline import Timeline
 
 

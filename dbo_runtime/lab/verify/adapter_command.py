@@ -20,9 +20,9 @@ from dbo_runtime.ir.policies import get_policy
 from dbo_runtime.ir.render import digest, render
 from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.start.engine_log import divert_output
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.setting_sources import read_options
-from dbo_runtime.vllm_plugin.api.engine_log import divert_output
 
 EXIT_DIFFERENT = 1
 NEW = "new"

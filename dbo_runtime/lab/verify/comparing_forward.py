@@ -18,12 +18,12 @@ from dbo_runtime.ir.op import Op
 from dbo_runtime.ir.policies import latest_first
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.values import Value
+from dbo_runtime.lab.progress import show_progress
 from dbo_runtime.lab.sanitizer.memory import copy_tensors, list_tensors
 from dbo_runtime.lab.verify.results import find_first_mismatch, find_first_unmatched, listen
 from dbo_runtime.lab.verify.stage_verification import StageVerification
 from dbo_runtime.lab.verify.watched_run import Fault, WatchedRun, run_watched
 from dbo_runtime.nano_sizes import slice_nano_batches
-from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.vllm_plugin.api.forward_context import enter_context
 from dbo_runtime.vllm_plugin.context.nano_contexts import make_nano_contexts
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter

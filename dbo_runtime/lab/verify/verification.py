@@ -21,10 +21,10 @@ from dbo_runtime.adapters.contract import InputAdapter, ModelAdapter, record_pro
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.verify.comparing_forward import ComparingForward, Verification
+from dbo_runtime.lab.verify.load_format import register_load_format
 from dbo_runtime.lab.verify.stage_verification import StageVerification, record_stages
 from dbo_runtime.setting_sources import make_switch
 from dbo_runtime.vllm_plugin.api.groups import get_groups
-from dbo_runtime.vllm_plugin.api.load_format import register_load_format
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 from dbo_runtime.vllm_plugin.api.model_classes import find_adapter
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter

@@ -10,6 +10,7 @@ from dataclasses import replace
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.progress import show_progress
 from dbo_runtime.lab.trace.figure import draw_figure
 from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.lab.whatif.fleet import CHIPS, predict_fleet
@@ -34,7 +35,6 @@ from dbo_runtime.lab.whatif.sweep import GRIDS, has_sizes, list_steps, parse_axe
 from dbo_runtime.lab.whatif.sweep_report import describe_sweep, list_cells
 from dbo_runtime.lab.whatif.ways import compare_ways, describe_ways
 from dbo_runtime.lab.whatif.whatif import WhatIf, compute_break_even, list_tried_sizes, predict_step
-from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.observe.trace import save_trace
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.setting_sources import read_options

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.progress import show_progress
 from dbo_runtime.lab.whatif.estimate import Estimator, resize_batch
 from dbo_runtime.lab.whatif.scale import Bandwidth, Network, scale_bandwidth, scale_tensor
-from dbo_runtime.observe.progress import show_progress
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.prediction import Prediction
 

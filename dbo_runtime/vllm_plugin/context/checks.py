@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -71,14 +71,24 @@ def check_needed(common: CommonAttentionMetadata) -> Decline | None:
     return Decline("attention metadata without a block table or slots", ", ".join(lacking)) if lacking else None
 
 
+class CachedRequests(NamedTuple):
+    """The requests of a step, and their blocks of the KV cache.
+
+    Attributes:
+        query_starts: each request's first token, then the end [requests + 1].
+        seq_lens: each request's number of tokens after this step [requests].
+        block_table: each request's KV blocks [requests, blocks].
+        block_size: tokens per block.
+    """
+
+    query_starts: IntArray
+    seq_lens: IntArray
+    block_table: IntArray
+    block_size: int
+
+
 def check_prefix_cache(
-    slices: Sequence[BatchSlice],
-    query_starts: IntArray,
-    seq_lens: IntArray,
-    block_table: IntArray,
-    block_size: int,
-    assumed_drafts: int = 0,
-    window: int | None = None,
+    slices: Sequence[BatchSlice], requests: CachedRequests, assumed_drafts: int = 0, window: int | None = None
 ) -> Decline | None:
     """Decline if a request reads cached blocks that a later micro-batch has yet to write.
 
@@ -89,28 +99,23 @@ def check_prefix_cache(
 
     Args:
         slices: the micro-batches.
-        query_starts: each request's first token, then the end [requests + 1].
-        seq_lens: each request's number of tokens after this step [requests].
-        block_table: each request's KV blocks [requests, blocks].
-        block_size: tokens per block.
-        assumed_drafts: number of tokens by which *seq_lens* of decodes may be too long; those of prefills are exact. A
+        requests: the step's requests.
+        assumed_drafts: number of tokens by which `seq_lens` of decodes may be too long; those of prefills are exact. A
             request with fewer new tokens than a prompt with drafts could have counts as a decode.
         window: number of tokens back that layers read; None if not limited. Earlier blocks may belong to another
             request by now, because the tables of model runners keep them.
     """
-    query_lens = np.diff(query_starts)
-    computed = seq_lens - query_lens
+    query_lens = np.diff(requests.query_starts)
+    computed = requests.seq_lens - query_lens
     if not (computed > 0).any():
         return None
     excess = np.where(query_lens <= 1 + assumed_drafts, assumed_drafts, 0)
     for earlier in slices[:-1]:
-        written = _list_blocks_written_after(
-            earlier.last_token, query_starts, seq_lens, excess, block_table, block_size
-        )
+        written = _list_blocks_written_after(earlier.last_token, requests, excess)
         by_all = np.concatenate([*written.values()])
         for request in range(earlier.first_request, earlier.last_request):
-            first = 0 if window is None else max(int(computed[request]) - window, 0) // block_size
-            read = block_table[request, first : computed[request] // block_size]
+            first = 0 if window is None else max(int(computed[request]) - window, 0) // requests.block_size
+            read = requests.block_table[request, first : computed[request] // requests.block_size]
             by_others = by_all
             if request in written:  # it is cut inside, and its tail is no prefix of its head
                 by_others = np.concatenate([[], *(blocks for other, blocks in written.items() if other != request)])
@@ -119,24 +124,17 @@ def check_prefix_cache(
     return None
 
 
-def _list_blocks_written_after(
-    token: int,
-    query_starts: IntArray,
-    seq_lens: IntArray,
-    excess: IntArray,
-    block_table: IntArray,
-    block_size: int,
-) -> dict[int, IntArray]:
+def _list_blocks_written_after(token: int, requests: CachedRequests, excess: IntArray) -> dict[int, IntArray]:
     """Return the KV blocks that the tokens from index *token* on may be written to, by request.
 
     The requests' lengths may be too long by *excess* [requests].
     """
-    blocks = {}
-    for request, (start, end) in enumerate(pairwise(query_starts.tolist())):
+    blocks, size = {}, requests.block_size
+    for request, (start, end) in enumerate(pairwise(requests.query_starts.tolist())):
         if end > token:
-            length = int(seq_lens[request])
+            length = int(requests.seq_lens[request])
             first = max(length - (end - max(start, token)) - int(excess[request]), 0)
-            blocks[request] = block_table[request, first // block_size : -(-length // block_size)]
+            blocks[request] = requests.block_table[request, first // size : -(-length // size)]
     return blocks
 
 

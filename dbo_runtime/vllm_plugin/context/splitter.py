@@ -28,6 +28,7 @@ from dbo_runtime.vllm_plugin.api.speculation import count_assumed_drafts, count_
 from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.context.checks import (
     ARRAYS,
+    CachedRequests,
     check_context,
     check_needed,
     check_prefix_cache,
@@ -217,15 +218,10 @@ class ContextSplitter:
         if not has_cache(spec):
             return None
         blocks, block_size = self._read_blocks(source)
-        return check_prefix_cache(
-            slices,
-            common.query_start_loc_cpu.numpy(),
-            common.seq_lens_cpu_upper_bound.numpy(),
-            blocks,
-            block_size,
-            count_assumed_drafts(self._vllm_config),
-            get_window(spec),
+        requests = CachedRequests(
+            common.query_start_loc_cpu.numpy(), common.seq_lens_cpu_upper_bound.numpy(), blocks, block_size
         )
+        return check_prefix_cache(slices, requests, count_assumed_drafts(self._vllm_config), get_window(spec))
 
     def _read_blocks(self, source: MetadataSource) -> tuple[IntArray, int]:
         """Return each request's KV blocks [requests, blocks] and the block size, from the host if possible.

@@ -20,13 +20,13 @@ from dbo_runtime.vllm_plugin.api.kv_connectors import has_layer_hooks
 from dbo_runtime.vllm_plugin.api.metadata_source import trace_builders
 from dbo_runtime.vllm_plugin.api.versions import describe_versions, get_version, is_tested
 from dbo_runtime.vllm_plugin.api.window import describe_tested
-from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
-from dbo_runtime.vllm_plugin.calibration.identity import make_identity
 from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
 from dbo_runtime.vllm_plugin.encoder.program import EncoderProgram, record_encoder
 from dbo_runtime.vllm_plugin.install.announcement import Announcement
+from dbo_runtime.vllm_plugin.install.cost_identity import make_identity
+from dbo_runtime.vllm_plugin.install.cost_source import CostSource
 from dbo_runtime.vllm_plugin.install.rank_presence import require_all_ranks
 from dbo_runtime.vllm_plugin.install.recorded_model import RecordedModel, record_model
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
@@ -94,7 +94,9 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
         if isinstance(encoder, EncoderProgram):
             served.encoder = _make_encoder(encoder, rank, device, metrics)
         if isinstance(recorded, RecordedModel):
-            _set_up_steps(served, runner, recorded, rank, collectives, device, metrics)
+            if rank.config.compile:
+                served.compiler = _make_compiler(runner, recorded.adapter, rank, collectives)
+            _set_up_steps(served, runner, recorded, device, metrics)
             fused = collectives.fused_attention_reason
             served.announcement = Announcement(rank, recorded.adapter, fused, recorded.no_micro)
     served.install(model)
@@ -165,15 +167,12 @@ def _set_up_steps(
     served: ServedModel,
     runner: GPUModelRunner,
     recorded: RecordedModel,
-    rank: RankContext,
-    collectives: ModelCollectives,
     device: Device,
     metrics: Metrics | None,
 ) -> None:
     """Make the parts that split a model's steps, up to serving."""
-    program = recorded.program
-    if rank.config.compile:
-        served.compiler = _make_compiler(runner, recorded.adapter, rank, collectives)
+    rank, program = served.rank, recorded.program
+    if served.compiler is not None:
         program = served.compiler.wrap(program)
     hooked = has_layer_hooks(read_transfer_config(rank.vllm_config))
     ranks = rank.groups.all_ranks.world_size

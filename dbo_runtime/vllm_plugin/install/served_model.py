@@ -12,9 +12,9 @@ if TYPE_CHECKING:  # vLLM imports the worker extension, and with it this module,
 
     from dbo_runtime.config import RuntimeConfig
     from dbo_runtime.vllm_plugin.alternatives.compilation import OpCompiler
-    from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
     from dbo_runtime.vllm_plugin.encoder.forward import SplitEncoder
     from dbo_runtime.vllm_plugin.install.announcement import Announcement
+    from dbo_runtime.vllm_plugin.install.cost_source import CostSource
     from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
     from dbo_runtime.vllm_plugin.step.forward import SplitForward
 

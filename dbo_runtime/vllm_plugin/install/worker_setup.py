@@ -16,8 +16,7 @@ from dbo_runtime.vllm_plugin.install.model_setup import set_up_model
 from dbo_runtime.vllm_plugin.install.served_model import ServedModel, get_served_model
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
-from dbo_runtime.vllm_plugin.step.memory_profile import profile_split
-from dbo_runtime.vllm_plugin.step.rehearsal import rehearse
+from dbo_runtime.vllm_plugin.step.rehearsal import profile_split, rehearse
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
 
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.platforms.cuda_evidence import FIRST, SECOND, read_evidence
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+EVIDENCE_FILE = "cuda_evidence.json"
+FIRST, SECOND = "first", "second"
+"""vLLM's model runners, V1 and V2."""
+
+
+class Evidence(NamedTuple):
+    """Split steps that equalled unsplit ones on a GPU.
+
+    Attributes:
+        vllm: the release of vLLM.
+        backend: name of the attention backend, such as FLASH_ATTN.
+        runner: `FIRST` or `SECOND`.
+        chip: name of the GPU.
+        date: day of the run, as YYYY-MM-DD.
+        steps: number of split steps compared.
+    """
+
+    vllm: str
+    backend: str
+    runner: str
+    chip: str
+    date: str
+    steps: int
+
+
+@cache
+def read_evidence() -> tuple[Evidence, ...]:
+    """Return all evidence in this release of the package; empty if no GPU has run the kit.
+
+    `make hardware` writes the file from runs of the kit.
+    """
+    text = files(__package__).joinpath(EVIDENCE_FILE).read_text(encoding="utf-8")
+    return tuple(Evidence(**entry) for entry in json.loads(text)["evidence"])
 
 
 class CudaPlatform(Platform):
@@ -41,7 +77,6 @@ class CudaPlatform(Platform):
         """
         from vllm.platforms import current_platform
 
-        from dbo_runtime.vllm_plugin.api.attention import name_backends
         from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 
         if current_platform.is_rocm():
@@ -52,7 +87,7 @@ class CudaPlatform(Platform):
         if not proven:
             yield Decline(f"vLLM's {runner} model runner is not proven on 'cuda' yet")
             return
-        for backend in sorted(name_backends(vllm_config) - proven):
+        for backend in sorted(_name_backends(vllm_config) - proven):
             yield Decline(
                 "attention backend not proven on 'cuda' yet", f"{backend}; proven: {', '.join(sorted(proven))}"
             )
@@ -66,7 +101,6 @@ class CudaPlatform(Platform):
 
     def describe(self, vllm_config: VllmConfig) -> Iterator[str]:
         """Yield how vLLM's defaults on CUDA affect split steps: runner, CUDA graphs and asynchronous scheduling."""
-        from dbo_runtime.vllm_plugin.api.attention import name_backends
         from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 
         if uses_second_runner(vllm_config):
@@ -80,7 +114,7 @@ class CudaPlatform(Platform):
             )
         if vllm_config.scheduler_config.async_scheduling:
             yield "asynchronous scheduling: steps are split as without it"
-        if not name_backends(vllm_config):
+        if not _name_backends(vllm_config):
             names = ", ".join(sorted({each.backend for each in read_evidence()})) or "none without DBO_CHECK=1"
             yield f"vLLM chooses the attention backend when it loads the model; those that are split: {names}"
         if vllm_config.model_config.multimodal_config is not None:
@@ -93,3 +127,14 @@ def _find_release() -> str | None:
         return version("vllm").partition("+")[0]
     except PackageNotFoundError:
         return None
+
+
+def _name_backends(vllm_config: VllmConfig) -> set[str]:
+    """Return the names of the attention backends of a model's layers, such as FLASH_ATTN.
+
+    Before the model is loaded, this is the backend requested by the user; empty if vLLM is to choose.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    found = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+    asked = getattr(vllm_config.attention_config, "backend", None)
+    return found or ({asked.name} if asked is not None else set())

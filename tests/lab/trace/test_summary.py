@@ -7,8 +7,8 @@ import pytest
 
 from dbo_runtime.devices.virtual import simulate
 from dbo_runtime.ir.policies import sequential
+from dbo_runtime.lab.trace.gaps import FILL, NOTHING_LEFT
 from dbo_runtime.lab.trace.summary import measure_overlap, summarize
-from dbo_runtime.observe.gaps import FILL, NOTHING_LEFT
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.planner.search.bound import compute_bound, compute_bound_of
 from dbo_runtime.planner.search.jobs import make_jobs

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dbo_runtime.lab.calibrate.samples import Sample
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
-from dbo_runtime.planner.costs.samples import Sample
 
 SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = tuple(measure_features([size], ()) for size in SIZES)

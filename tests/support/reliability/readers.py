@@ -19,12 +19,12 @@ from dbo_runtime.adapters.contract import record_program
 from dbo_runtime.adapters.registry import check_adapter
 from dbo_runtime.batch import Batch, Thresholds, slice_batch
 from dbo_runtime.config import list_settings, read_environment
-from dbo_runtime.doctor.model import check_model
-from dbo_runtime.doctor.serve_command import read_command
-from dbo_runtime.doctor.settings import check_costs, check_trace
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.ir.render import parse, render
 from dbo_runtime.ir.validate import validate
+from dbo_runtime.lab.doctor.model import check_model
+from dbo_runtime.lab.doctor.serve_command import read_command
+from dbo_runtime.lab.doctor.settings import check_costs, check_trace
 from dbo_runtime.lab.verify.tiny_config import make_config
 from dbo_runtime.observe.counts import FOLDER, SHARED, statistics
 from dbo_runtime.observe.trace import make_trace
@@ -276,7 +276,7 @@ def _gather(text: bytes) -> None:
 def _make_metadata(chance: Random) -> Callable[[], object]:
     import numpy as np
 
-    from dbo_runtime.vllm_plugin.context.checks import check_prefix_cache
+    from dbo_runtime.vllm_plugin.context.checks import CachedRequests, check_prefix_cache
 
     lengths = [chance.choice((1, 1, 2, 30)) for _ in range(chance.randint(1, 6))]
     batch = Batch(tuple(lengths), sum(lengths))
@@ -289,9 +289,8 @@ def _make_metadata(chance: Random) -> Callable[[], object]:
 
     def read() -> None:
         slices = slice_batch(batch, cuts)
-        check_prefix_cache(
-            slices, np.array(batch.starts), seq_lens, table, 16, chance.randint(0, 3), chance.choice((None, 8))
-        )
+        requests = CachedRequests(np.array(batch.starts), seq_lens, table, 16)
+        check_prefix_cache(slices, requests, chance.randint(0, 3), chance.choice((None, 8)))
 
     return read
 

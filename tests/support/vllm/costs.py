@@ -7,15 +7,15 @@ from typing import Any
 from unittest.mock import patch
 
 from dbo_runtime.ir.program import Program
+from dbo_runtime.lab.calibrate import measurement
+from dbo_runtime.lab.calibrate.measurement import Measurements, measure
+from dbo_runtime.lab.calibrate.shapes import Shape
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.vllm_plugin.api.groups import get_groups
-from dbo_runtime.vllm_plugin.calibration import measurement
-from dbo_runtime.vllm_plugin.calibration.cost_source import CostSource
-from dbo_runtime.vllm_plugin.calibration.measurement import Measurements, measure
-from dbo_runtime.vllm_plugin.calibration.shapes import Shape
+from dbo_runtime.vllm_plugin.install.cost_source import CostSource
 from dbo_runtime.vllm_plugin.install.served_model import get_served_model
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
@@ -52,7 +52,7 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
     shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
     with (
         shapes,
-        patch("dbo_runtime.vllm_plugin.calibration.shapes.LONG_ROUND_SECONDS", math.inf),
+        patch("dbo_runtime.lab.calibrate.shapes.LONG_ROUND_SECONDS", math.inf),
     ):  # however slow this machine is
         found = measure(runner, runner.get_model().forward, group, budget, lambda *news: told.append(news))
     return found, told
@@ -61,7 +61,7 @@ def measure_few(worker: Any, budget: float = 600.0) -> tuple[Measurements, list[
 def calibrate_few(worker: Any, path: str = "", repeats: int = 2) -> tuple[dict[str, Any], str]:
     """Calibrate a worker by a few shapes; return the report and the digest of what it plans by from now on."""
     shapes = patch.object(measurement, "choose_shapes", lambda _: FEW_SHAPES)
-    with shapes, patch("dbo_runtime.vllm_plugin.calibration.shapes.MAX_REPEATS", repeats):
+    with shapes, patch("dbo_runtime.lab.calibrate.shapes.MAX_REPEATS", repeats):
         report = worker.dbo_calibrate(path, 600.0)
     return report, worker.model_runner.get_model().forward.runtime.planner.table.digest
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dbo_runtime.vllm_plugin.calibration.measurement import Measurements
-from dbo_runtime.vllm_plugin.calibration.shapes import MAX_REPEATS
+from dbo_runtime.lab.calibrate.measurement import Measurements
+from dbo_runtime.lab.calibrate.shapes import MAX_REPEATS
 from tests.support.vllm.costs import FEW_SHAPES
 
 IN_TURNS = {shape.measure_parts(shape.cuts[0]) for shape in FEW_SHAPES}

@@ -10,7 +10,7 @@ import pytest
 
 from dbo_runtime.adapters.contract import name_adapter
 from dbo_runtime.adapters.registry import get_adapter, get_backbone_adapter, name_backbones
-from dbo_runtime.doctor.model import check_model
+from dbo_runtime.lab.doctor.model import check_model
 from dbo_runtime.vllm_plugin.api.model_classes import find_adapter, list_classes
 
 pytestmark = pytest.mark.vllm

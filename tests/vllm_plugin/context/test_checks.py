@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from dbo_runtime.batch import Batch, BatchSlice, slice_batch
 from dbo_runtime.decline import Decline
-from dbo_runtime.vllm_plugin.context.checks import check_agreed_context, check_context, check_prefix_cache
+from dbo_runtime.vllm_plugin.context.checks import (
+    CachedRequests,
+    check_agreed_context,
+    check_context,
+    check_prefix_cache,
+)
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.support.profiles import scale
 
@@ -79,7 +84,7 @@ def find(
     starts = np.array([0, *accumulate(query_lens)], dtype=np.int32)
     seq_lens = np.array(query_lens, dtype=np.int32) + np.array(computed, dtype=np.int32)
     slices = slice_batch(Batch(tuple(query_lens), sum(query_lens), decode_len=0), cuts)
-    return check_prefix_cache(slices, starts, seq_lens, table, block_size, drafts, window)
+    return check_prefix_cache(slices, CachedRequests(starts, seq_lens, table, block_size), drafts, window)
 
 
 def test_reading_blocks_that_a_later_micro_batch_writes_declines() -> None:
@@ -235,4 +240,4 @@ def test_the_end_of_the_batch_is_no_cut() -> None:
     """One slice that holds everything has no later micro-batch."""
     unsplit = [BatchSlice(0, 2, 0, 8)]
     table = np.array([[5, 6], [5, 6]])
-    assert check_prefix_cache(unsplit, np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK) is None
+    assert check_prefix_cache(unsplit, CachedRequests(np.array([0, 4, 8]), np.array([8, 8]), table, BLOCK)) is None

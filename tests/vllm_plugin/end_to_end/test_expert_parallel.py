@@ -11,8 +11,8 @@ import pytest
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.lab.calibrate.measurement import Measurements
 from dbo_runtime.planner.online import correction
-from dbo_runtime.vllm_plugin.calibration.measurement import Measurements
 from tests.support.vllm.costs import calibrate_few, forget_costs, measure_few
 from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
 from tests.support.vllm.engines import Engines

@@ -15,8 +15,8 @@ import pytest
 
 from dbo_models.dense import DenseAdapter
 from dbo_runtime.config import RuntimeConfig
-from dbo_runtime.doctor.finding import Finding
-from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
+from dbo_runtime.lab.doctor.finding import Finding
+from dbo_runtime.lab.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from tests.support.vllm.configs import LORA, make_config
 

@@ -22,7 +22,7 @@ DRIVER = """
 import json, os, pickle, sys
 from vllm.plugins import load_general_plugins
 from vllm.ray.ray_env import get_env_vars_to_copy
-from dbo_runtime.vllm_plugin.api.serve_command import make_config
+from dbo_runtime.lab.start.arguments import make_config
 
 load_general_plugins()  # as the engine does, before it has an executor
 model, file = sys.argv[1:]

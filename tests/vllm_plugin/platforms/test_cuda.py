@@ -19,7 +19,7 @@ from dbo_runtime.vllm_plugin.install import model_setup
 from dbo_runtime.vllm_plugin.install.model_setup import _make_first_steps
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL
 from dbo_runtime.vllm_plugin.platforms import cuda
-from dbo_runtime.vllm_plugin.platforms.cuda_evidence import Evidence, read_evidence
+from dbo_runtime.vllm_plugin.platforms.cuda import Evidence, read_evidence
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 RUN = Evidence("0.30.0", "FLASH_ATTN", "first", "a chip", "2026-12-01", 37)

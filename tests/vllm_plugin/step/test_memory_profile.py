@@ -16,8 +16,7 @@ from dbo_runtime.devices.cpu import CpuDevice
 from dbo_runtime.devices.torch_streams import StreamDevice
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from dbo_runtime.vllm_plugin.step.local_plan import LocalPlanner
-from dbo_runtime.vllm_plugin.step.memory_profile import profile_split, run_both
-from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile
+from dbo_runtime.vllm_plugin.step.rehearsal import copy_for_profile, profile_split, run_both
 from dbo_runtime.vllm_plugin.step.warm_up import Phase
 from tests.support.vllm.engine import Engine
 

@@ -19,8 +19,8 @@ from dbo_runtime.errors import ProgramError
 from dbo_runtime.lab.sanitizer.memory import copy_tensors, find_change, list_tensors
 from dbo_runtime.lab.verify.draft.calls import FUNCTION, MODULE, REDUCE, Call, Path, Recording, Ref, drop_unused
 from dbo_runtime.lab.verify.draft.expressions import is_in_place
+from dbo_runtime.lab.verify.draft.module_traits import ALL_REDUCE, describe_module
 from dbo_runtime.lab.verify.draft.naming import ArgumentNames, describe_layers
-from dbo_runtime.vllm_plugin.api.module_traits import ALL_REDUCE, describe_module
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel

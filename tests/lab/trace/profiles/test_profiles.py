@@ -21,11 +21,11 @@ from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.lab.trace import recorded_file, trace_command
+from dbo_runtime.lab.trace.gaps import find_gaps
 from dbo_runtime.lab.trace.profiles.profile_file import Profile
 from dbo_runtime.lab.trace.profiles.unranged import is_communication, is_host_copy
 from dbo_runtime.lab.trace.recorded_file import read_recorded
 from dbo_runtime.lab.trace.summary import summarize
-from dbo_runtime.observe.gaps import find_gaps
 from dbo_runtime.observe.timeline import Recorder, Span, Timeline
 from dbo_runtime.observe.trace import save_trace
 from tests.support.lab.handmade import (

@@ -1,0 +1,100 @@
+"""Remedies of reasons that only vllm-ascend has, and of those of DeepSeek V4, which only vllm-ascend serves split."""
+
+from __future__ import annotations
+
+from dbo_runtime.lab.doctor.remedy import Remedy
+
+ASCEND_REMEDIES = (
+    Remedy(
+        ("vllm-ascend is not installed",),
+        "vLLM's platform is an NPU, which vllm-ascend serves",
+        "install vllm-ascend 0.30.0rc2: docs/quickstart-ascend.md",
+    ),
+    Remedy(
+        ("this version of vllm-ascend is not known to dbo_runtime", "vllm-ascend's configuration has changed"),
+        "what two micro-batches would share differs from release to release",
+        "install vllm-ascend 0.30.0rc2; or DBO_CHECK=1, which compares each split step",
+    ),
+    Remedy(
+        (
+            "this model is not proven with vllm-ascend yet",
+            "these quantized weights are not proven with vllm-ascend yet",
+            "this drafter is not proven with vllm-ascend yet",
+        ),
+        "it is not among what was compared inside vllm-ascend: docs/ascend.md#what-was-run",
+        "try DBO_CHECK=1, which compares each split step, before you rely on it",
+    ),
+    Remedy(
+        (
+            "not supported yet: FlashComm (sequence-parallel MoE) with deepstack",
+            "not supported yet: FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)",
+            "not supported yet: FlashComm 2",
+            "not supported yet: data parallel shared experts as in vllm-ascend 0.23",
+            "not supported yet: fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)",
+            "not supported yet: MegaMoe (enable_fused_mc2: 2)",
+            "not supported yet: products fused with their all-reduce (enable_matmul_allreduce)",
+            "not supported yet: a separate stream for the gate (multistream_overlap_gate)",
+            "not supported yet: weights shared out by layer (layer_sharding)",
+            "not supported yet: a separate tensor parallel group for o_proj",
+            "not supported yet: a separate tensor parallel group for the MLP",
+            "not supported yet: shared experts among the routed ones (mix_placement)",
+        ),
+        "another way to hide or to spare communication, which changes what a layer sends",
+        "compare the server with that option and without overlap, and the reverse; keep what is faster",
+    ),
+    Remedy(
+        (
+            "not supported yet: dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)",
+            "not supported yet: dynamic expert load balancing in a pipeline",
+            "not supported yet: expert load balancing by the load of each step (eplb_policy_type: 3)",
+            "not supported yet: an expert map (eplb_config)",
+            "not supported yet: an expert map as in vllm-ascend 0.23 (eplb_config)",
+            "not supported yet: forced expert load balancing",
+        ),
+        "experts move, or are counted, in a way that was not compared split",
+        "dynamic_eplb with another policy and no pipeline, on 0.30.0rc2, or no balancing: docs/ascend.md#serve",
+    ),
+    Remedy(
+        ("not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",),
+        "answers are wrong with vllm-ascend 0.30.0rc2, split or not: docs/ascend.md#serve",
+        "num_redundant_experts: 0",
+    ),
+    Remedy(
+        (
+            "not supported yet: decode context parallel in a pipeline",
+            "not supported yet: decode context parallel without sparse attention",
+            "not supported yet: decode context parallel with vllm-ascend 0.23",
+            "not supported yet: KV cache pipelines (kvpp_config)",
+            "not supported yet: sparse KV offload",
+            "not supported yet: xlite graphs",
+            "not supported yet: a cache of states after each block (mamba_cache_mode=all)",
+        ),
+        "a feature of vllm-ascend with which split steps were not made to agree with unsplit ones",
+        "if you can serve without it, leave it out; otherwise nothing: such a server runs unsplit",
+    ),
+    Remedy(
+        ("not supported yet: vLLM's second model runner with vllm-ascend",),
+        "that runner needs Triton, and nothing has run it here",
+        "VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    Remedy(
+        ("stages of a pipeline pass on which keys sparse attention has chosen",),
+        "vllm-ascend's own answers are wrong there with enable_dsa_cp: docs/ascend.md#bugs-of-vllm-ascend",
+        "serve GLM-5 without --pipeline-parallel-size, or without `use_index_cache`",
+    ),
+    Remedy(
+        ("DeepSeek V4 is split as vllm-ascend's class only",),
+        "vLLM's own class of the model has other layers",
+        "serve it with vllm-ascend",
+    ),
+    Remedy(
+        (
+            "layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)",
+            "DeepSeek V4 with images is not supported",
+            "context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm",
+            "drafters that read hidden states between layers of DeepSeek V4 are not supported",
+        ),
+        "a variant of the model that its adapter does not take",
+        "leave out the option that the reason names; its MTP layers do draft",
+    ),
+)

@@ -1,0 +1,92 @@
+"""Check a serve command: how vLLM would interpret it, which steps would be split, and what prevents splitting."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dbo_runtime.errors import ConfigError
+from dbo_runtime.lab.doctor.finding import Finding
+from dbo_runtime.lab.doctor.probe_process import run_probe
+from dbo_runtime.lab.doctor.remedies import find_remedies
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_UNKNOWN = "if the launcher puts all ranks on one host, `auto` splits nothing"
+USAGE = "dbo doctor -- [NAME=VALUE ...] vllm serve MODEL [OPTIONS]"
+
+
+class ServeCommand(NamedTuple):
+    """A command that starts a server.
+
+    Attributes:
+        variables: environment variables for this command only, as a shell sets them from `NAME=VALUE` before a command.
+        arguments: arguments of `vllm serve`.
+    """
+
+    variables: Mapping[str, str]
+    arguments: tuple[str, ...]
+
+
+def read_command(words: Sequence[str]) -> ServeCommand:
+    """Return the pasted command, parsed.
+
+    Raises:
+        ConfigError: it is not a `vllm serve` command.
+    """
+    count = next((number for number, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
+    variables = {name: value for name, _, value in (word.partition("=") for word in words[:count])}
+    if tuple(words[count : count + 2]) != ("vllm", "serve"):
+        raise ConfigError(f"{shlex.join(words)!r} is not a `vllm serve` command: {USAGE}")
+    return ServeCommand(variables, tuple(words[count + 2 :]))
+
+
+def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> list[Finding]:
+    """Return what a server started with this command and *environ* would split, and everything that prevents it."""
+    facts = run_probe("serve", environ, *command.arguments)
+    if "missing" in facts:
+        remedy = "run the doctor in the environment of the server"
+        return [Finding("command", "fail", f"not checked: {facts['missing']} is not installed here", remedy)]
+    if "error" in facts:
+        remedy = "correct the command, or name a folder with the model's config.json instead of the model"
+        return [Finding("command", "fail", f"vLLM does not accept it: {facts['error']}", remedy)]
+    return [
+        _describe_layout(facts),
+        *(Finding("command", "fail", found, _advise(found)) for found in facts["declines"]),
+        *(
+            [Finding("command", "warn", facts["misfit"], "until then `auto` goes by thresholds")]
+            if facts["misfit"]
+            else []
+        ),
+        *(Finding("command", "info" if splits else "warn", text) for splits, text in facts["outlooks"]),
+        *(Finding("command", "info", note) for note in facts["notes"]),
+    ]
+
+
+def list_overlaps(sizes: Mapping[str, int]) -> list[str]:
+    """Return the communication of a layer that would overlap with computation, given the parallel *sizes* by kind."""
+    return [
+        *(["all-reduces"] if sizes["tensor"] > 1 else []),
+        *(["dispatch and combine of experts"] if sizes["data"] > 1 and sizes["expert"] > 1 else []),
+    ]
+
+
+def _advise(decline: str) -> str:
+    return "; ".join(remedy.action for remedy in find_remedies(decline))
+
+
+def _describe_layout(facts: Mapping[str, Any]) -> Finding:
+    sizes = facts["parallel"]
+    layout = ", ".join(f"{name} parallel {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    found = f"{facts['architecture']} on {facts['platform']}, {layout}"
+    if facts["declines"]:
+        return Finding("command", "info", f"{found}: every step would run unsplit")
+    unsplit = facts["hides_nothing"]
+    if unsplit:
+        return Finding("command", "fail", f"{found}: every step would run unsplit: {unsplit}", _advise(unsplit))
+    overlaps = list_overlaps(sizes)
+    if not overlaps:
+        return Finding("command", "warn", f"{found}: steps may be split, but there is no communication to hide")
+    where = f"; {_UNKNOWN}" if facts["transport"] is None else ""
+    return Finding("command", "ok", f"{found}: {' and '.join(overlaps)} would overlap with computation{where}")
