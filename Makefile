@@ -178,11 +178,11 @@ site: setup ## build the documentation site into build/site, and check its links
 dashboard: setup ##+ write examples/monitoring/dashboard.json (Python 3.11 or newer, for Grafana's SDK)
 	$(BIN)/python tools/dashboard.py
 
-dist: setup ## build the packages of the last commit into dist/, check them, and try them out in empty environments
-	$(BIN)/python tools/make_dist.py
+dist: setup ## build the packages of the last commit into dist/, check them, and try them out in empty environments; PROJECT_URL=https://...
+	$(BIN)/python -m tools.distribution
 
 release: setup ##+ the same of a tagged and dated commit: all but the upload, whose command it prints
-	$(BIN)/python tools/make_dist.py --release
+	$(BIN)/python -m tools.distribution --release
 
 lint: setup ## check style, types and who imports whom
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -113,6 +114,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _answer(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
         parser, _ = _make_parsers()
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1) if words else ()
+        if close:
+            parser.error(f"there is no command {words[0]!r}; did you mean {close[0]}?")
         parser.parse_args(words)  # prints help or the version, or an error, and exits
         parser.error("name the command first")
     try:

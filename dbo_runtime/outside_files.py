@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gzip
 import json
 import os
@@ -54,6 +55,17 @@ def read_text(path: str | os.PathLike[str], what: str, most_bytes: int = MAX_FIL
     except (OSError, ValueError, EOFError, zlib.error) as error:  # a ValueError if the path has a NUL byte
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{what} {_quote(path)} cannot be read: {why}.") from None
+
+
+def suggest_folder(path: str | os.PathLike[str]) -> str | None:
+    """Return the folder next to *path* whose name is most like it; None if there is none."""
+    named = Path(path)
+    try:
+        names = [entry.name for entry in named.parent.iterdir() if entry.is_dir()]
+    except (OSError, ValueError):  # a ValueError if the path has a NUL byte
+        return None
+    close = difflib.get_close_matches(named.name, names, n=1)
+    return str(named.with_name(close[0])) if close else None
 
 
 def parse_json(

@@ -322,6 +322,12 @@ def test_unknown_commands_and_arguments_show_the_usage(words: list[str], capsys:
     assert capsys.readouterr().err.startswith("usage: python -m dbo_runtime")
 
 
+def test_a_misspelt_command_has_a_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["plann", "--tokens", "64"])
+    assert "there is no command 'plann'; did you mean plan?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])
 def test_help_and_version_are_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -14,7 +14,7 @@ from dbo_runtime.errors import ConfigError, ProgramError
 from dbo_runtime.lab.doctor.finding import Finding
 from dbo_runtime.lab.doctor.packages import get_version, read_source
 from dbo_runtime.lab.doctor.probe_process import run_probe
-from dbo_runtime.outside_files import parse_json, read_text
+from dbo_runtime.outside_files import parse_json, read_text, suggest_folder
 from dbo_runtime.vllm_plugin.api.known import MODEL_REGISTRY, MOE_METHODS
 
 CONFIG = "config.json"
@@ -91,7 +91,8 @@ def _check_quantization(config: dict[str, Any]) -> list[Finding]:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not os.path.isdir(folder):
-        raise ConfigError(f"{folder} is not a folder")
+        close = suggest_folder(folder)
+        raise ConfigError(f"{folder} is not a folder{f'; did you mean {close}?' if close else ''}")
     if not os.path.exists(path):
         raise ConfigError(f"{folder} has no {CONFIG}")
     text = read_text(path, "configuration")

@@ -21,8 +21,8 @@ MAX_ERROR_CHARACTERS = 400
 def run_probe(subject: str, environ: Mapping[str, str], *arguments: str, **variables: str) -> dict[str, Any]:
     """Return the facts that `probe` prints about *subject*, or `error`: the reason why it printed none. Never raises.
 
-    Some subjects take *arguments*. The process sees the same packages as this one, and *environ* updated with
-    *variables*.
+    `is_silent` is there where the process has answered nothing, not even an error. Some subjects take *arguments*. The
+    process sees the same packages as this one, and *environ* updated with *variables*.
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     env = {**environ, "PYTHONPATH": path, **variables}
@@ -32,9 +32,9 @@ def run_probe(subject: str, environ: Mapping[str, str], *arguments: str, **varia
             command, env=env, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s"}
+        return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s", "is_silent": True}
     answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    facts = _read_facts(answers[-1]) if answers else {"error": _describe_end(done)}
+    facts: dict[str, Any] = _read_facts(answers[-1]) if answers else {"error": _describe_end(done), "is_silent": True}
     if "error" in facts:
         facts["error"] = _shorten(facts["error"])
     return facts

@@ -48,6 +48,9 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
     if "missing" in facts:
         remedy = "run the doctor in the environment of the server"
         return [Finding("command", "fail", f"not checked: {facts['missing']} is not installed here", remedy)]
+    if "is_silent" in facts:
+        remedy = "ask again when the machine is less busy; if it stays so, see what vLLM itself says of the command"
+        return [Finding("command", "fail", f"not checked: {facts['error']}", remedy)]
     if "error" in facts:
         remedy = "correct the command, or name a folder with the model's config.json instead of the model"
         return [Finding("command", "fail", f"vLLM does not accept it: {facts['error']}", remedy)]

@@ -17,14 +17,15 @@ HEAD = "", "requests/s", "TTFT s", "TPOT ms"
 def describe_comparison(name: str, chips: str, scenario: Scenario, comparison: Comparison) -> str:
     """Return the comparison as text. Figures are medians over the seeds, with the range."""
     level, layout, workload = scenario.level, scenario.layout, scenario.workload
+    seeds = len(comparison.trials)
     quantile = f"P{level.quantile * 100:g}"
     limits = [f"{quantile} TTFT {level.ttft:g} s"] + [f"TPOT {level.tpot * 1e3:g} ms"] * (workload.output > 1)
     lines = [
-        f"{name} on {chips}: {layout.ranks} data parallel ranks, {layout.budget} tokens a step, {layout.sequences} "
-        "sequences",
+        f"{name} on {chips}: {layout.ranks} data parallel rank{'s' * (layout.ranks > 1)}, {layout.budget} tokens a "
+        f"step, {layout.sequences} sequences",
         f"requests: {workload.prompt:g} tokens in, {workload.output:g} out, {workload.context} in the KV cache before; "
         f"Poisson, log-normal with spread {workload.spread:g}",
-        f"service level: {', '.join(limits)}; {scenario.requests} requests, {len(comparison.trials)} seeds",
+        f"service level: {', '.join(limits)}; {scenario.requests} requests, {seeds} seed{'s' * (seeds > 1)}",
         "",
         align([HEAD, *_list_capacities(comparison)]),
         "",

@@ -5,10 +5,10 @@ The wording of a message may change with vLLM. Then the message is still shown, 
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from pathlib import Path
+
+from dbo_runtime.outside_files import suggest_folder
 
 MAX_CHARACTERS = 400  # characters of vLLM's message
 # A line of a log that names an error: vLLM puts the process, the time and the place before it.
@@ -88,17 +88,6 @@ def find_remedy(model: str, cause: str) -> str:
         return remedy
     close = suggest_folder(model)
     return f"There is no folder {model}{f'; did you mean {close}?' if close else '. Name the folder of a model.'}"
-
-
-def suggest_folder(model: str) -> str | None:
-    """Return the folder next to *model* whose name is most like it; None if there is none."""
-    path = Path(model)
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
-    except OSError:
-        return None
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return str(path.with_name(close[0])) if close else None
 
 
 def list_problems(error: BaseException) -> str:

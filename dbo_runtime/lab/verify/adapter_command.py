@@ -21,6 +21,7 @@ from dbo_runtime.ir.render import digest, render
 from dbo_runtime.ir.schedule import Instruction, Schedule
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.lab.start.engine_log import divert_output
+from dbo_runtime.lab.verify.tiny_config import describe_missing
 from dbo_runtime.observe.timeline import Timeline
 from dbo_runtime.setting_sources import read_options
 
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.drafted is not None or arguments.output is not None:
         raise ConfigError(f"only `dbo adapter {NEW} MODEL` takes a second name and --output; leave them out.")
     if not os.path.isfile(Path(arguments.model) / "config.json"):
-        raise ConfigError(f"{arguments.model} has no config.json; name the directory of a model.")
+        raise ConfigError(describe_missing(arguments.model))
     durations = None if arguments.simulate is None else _read_durations(arguments.simulate)
     config = read_options({"--micro-batches": arguments.micro_batches, "--policy": arguments.policy})
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.outside_files import parse_json, read_text
+from dbo_runtime.outside_files import parse_json, read_text, suggest_folder
 
 LAYERS = 4
 LARGE = 512  # hidden size from which a config is shrunk
@@ -60,9 +60,17 @@ def make_config(model: str) -> dict[str, Any]:
             raise ConfigError(f"{file} names no architecture; add `architectures`, as configs of models have it.")
         return shrink(given) if find_hidden_size(given) >= LARGE else given
     if os.path.exists(model) or "/" in model:
-        raise ConfigError(f"{model} has no config.json; name the directory of a model, or an architecture.")
+        raise ConfigError(describe_missing(model, " or an architecture"))
     content = shrink(get_defaults(model))
     return {**content, "architectures": [model], "tie_word_embeddings": False, "torch_dtype": "float32"}
+
+
+def describe_missing(model: str, other: str = "") -> str:
+    """Return the error of a model without a config; *other* is what else may be named."""
+    if os.path.isdir(model):
+        return f"folder {model} has no config.json; name the folder of a model{other}."
+    close = suggest_folder(model)
+    return f"there is no folder {model}; {f'did you mean {close}?' if close else f'name the folder of a model{other}.'}"
 
 
 def get_defaults(architecture: str) -> dict[str, Any]:

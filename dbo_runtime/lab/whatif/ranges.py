@@ -18,7 +18,9 @@ class Range(NamedTuple):
     high: float
 
     def format(self, digits: int = 2, suffix: str = "") -> str:
-        """Return text such as `1.29x (1.10 to 1.41)`."""
+        """Return text such as `1.29x (1.10 to 1.41)`; without the range where only one value was found."""
+        if self.low == self.high:
+            return f"{self.point:,.{digits}f}{suffix}"
         low, point, high = (f"{value:,.{digits}f}" for value in self)
         return f"{point}{suffix} ({low} to {high})"
 

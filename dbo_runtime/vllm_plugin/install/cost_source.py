@@ -117,7 +117,7 @@ class CostSource:
         Raises:
             DeclineError, ConfigError: raised on all ranks if ops cannot be measured, or their durations make no sense.
         """
-        unmeasured = self._forward.decider.no_micro
+        unmeasured = self.forward.decider.no_micro
         if unmeasured is not None:  # ops are measured in micro-batches
             raise ConfigError(
                 f"the costs of a model in nano-batches only cannot be measured ({unmeasured}): set DBO_COSTS to a file "

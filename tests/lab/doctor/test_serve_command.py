@@ -93,6 +93,14 @@ def test_a_package_that_is_missing_here_is_named(monkeypatch: pytest.MonkeyPatch
     assert (finding.state, finding.found) == ("fail", "not checked: mooncake is not installed here")
 
 
+def test_a_vllm_that_does_not_answer_has_not_refused_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check({"error": "no answer within 300 s", "is_silent": True}, monkeypatch)
+    assert (finding.state, finding.found) == ("fail", "not checked: no answer within 300 s")
+    assert finding.remedy.startswith("ask again when the machine is less busy")
+    (finding,) = check({"error": "unrecognized arguments: --x"}, monkeypatch)
+    assert finding.found == "vLLM does not accept it: unrecognized arguments: --x"
+
+
 def test_each_thing_that_prevents_splitting_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = check({"parallel": ALONE, "declines": ["one", "other: why"]}, monkeypatch)
     assert (first.state, first.found) == ("info", "SomeForCausalLM on npu, one rank: every step would run unsplit")

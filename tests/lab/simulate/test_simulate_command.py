@@ -73,7 +73,10 @@ def test_a_case_without_dispatch_or_with_more_ranks_needs_no_further_argument(
     assert program.main(["simulate", "--costs", name]) == 0
     parallel = get_case(name).table.provenance.parallel
     assert seen[0].layout.ranks == parallel.get("data", 1)
-    assert f"{name} on {parallel['tensor'] * parallel.get('data', 1)} chips" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{name} on {parallel['tensor'] * parallel.get('data', 1)} chips" in said
+    assert "requests, 1 seed\n" in said
+    assert "gain: 1.00x\n" in said  # one seed has no range
 
 
 @pytest.mark.parametrize(

@@ -213,8 +213,11 @@ def test_a_config_names_an_architecture(content: str, tmp_path: Path) -> None:
 
 
 def test_a_model_has_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
-        make_config(str(tmp_path))
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=r"has no config\.json; name the folder of a model or an architecture\.$"):
+        make_config(str(tmp_path / "model"))
+    with pytest.raises(ConfigError, match=r"there is no folder .*/modell; did you mean .*/model\?$"):
+        make_config(str(tmp_path / "modell"))
 
 
 @pytest.mark.parametrize(
