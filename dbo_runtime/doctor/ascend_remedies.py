@@ -17,15 +17,6 @@ ASCEND_REMEDIES = (
     ),
     Remedy(
         (
-            "this model is not proven with vllm-ascend yet",
-            "these quantized weights are not proven with vllm-ascend yet",
-            "this drafter is not proven with vllm-ascend yet",
-        ),
-        "it is not among what was compared inside vllm-ascend: docs/ascend.md#what-was-run",
-        "try DBO_CHECK=1, which compares each split step, before you rely on it",
-    ),
-    Remedy(
-        (
             "not supported yet: FlashComm (sequence-parallel MoE) with deepstack",
             "not supported yet: FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)",
             "not supported yet: FlashComm 2",

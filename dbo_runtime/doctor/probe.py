@@ -81,6 +81,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "platform": get_device_type(),
         "parallel": list_parallel_sizes(vllm_config),
         "declines": [str(decline) for decline in declines],
+        "compared": [] if declines or config.check else list(get_platform().list_compared(vllm_config)),
         "transport": predict_transport(vllm_config),
         "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,

@@ -87,6 +87,13 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             tested=describe_tested(),
             steps_of_each_kind=COMPARED_STEPS,
         )
+    if rank.unproven:
+        rank.log.warning(
+            "not proven with this platform yet: first steps are compared with unsplit ones",
+            platform=rank.platform.name,
+            unproven="; ".join(rank.unproven),
+            steps_of_each_kind=COMPARED_STEPS,
+        )
     collectives.connect()  # on all stages, because every rank of vLLM's world must take part
     served = ServedModel(rank)
     if is_split:
@@ -135,8 +142,9 @@ def _compare_settings(
     """Raise ConfigError if ranks have different settings: later they would decide differently, and hang. Collective."""
     outcomes = (str(one) if isinstance(one, Decline | None) else "can be split" for one in (recorded, encoder))
     model, images = outcomes
-    own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, {describe_versions()}"
-    settings = gather(rank.groups.all_ranks, own)
+    unproven = "; ".join(rank.unproven) or "nothing"
+    own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, unproven: {unproven}, "
+    settings = gather(rank.groups.all_ranks, own + describe_versions())
     if len(set(settings)) > 1:
         raise ConfigError(f"give all ranks on all hosts the same settings and packages. {format_ranks(settings)}")
 
@@ -221,7 +229,8 @@ def _make_forward(
 
 
 def _make_first_steps(rank: RankContext) -> FirstSteps | None:
-    return None if is_tested() and not rank.platform.compares_first_steps else FirstSteps(rank.log)
+    is_proven = is_tested() and not rank.platform.compares_first_steps and not rank.unproven
+    return None if is_proven else FirstSteps(rank.log)
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:

@@ -35,6 +35,7 @@ class RankContext:
         hosts: number of hosts that the ranks are on.
         transport: means of communication between the ranks; see `Platform.get_transport`.
         dispatch: way that tokens reach experts on other ranks: `all_gather`, `all_to_all`, or `fused` into kernels.
+        unproven: properties of the model that are not proven on the platform, so that first steps are compared.
         log: logger bound to the stage, silent except on each stage's first rank.
     """
 
@@ -46,6 +47,7 @@ class RankContext:
     hosts: int
     transport: str
     dispatch: str
+    unproven: tuple[str, ...]
     log: FilteringBoundLogger
 
 
@@ -58,8 +60,9 @@ def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: R
     log = log.bind(stage=stage.name) if stage.name else log
     hosts = len(set(gather(groups.all_ranks, vllm_groups.get_host())))
     transport = platform.get_transport(groups, hosts)
+    is_known = platform.check_support(config) is None  # only known releases are asked; on others nothing is split
     dispatch = config.dispatch
-    if dispatch == "auto":  # only known releases are asked; on others nothing is split
-        is_known = platform.check_support(config) is None
+    if dispatch == "auto":
         dispatch = platform.choose_dispatch(vllm_config) if is_known else "all_gather"
-    return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, dispatch, log)
+    unproven = tuple(platform.list_compared(vllm_config)) if is_known else ()
+    return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, dispatch, unproven, log)

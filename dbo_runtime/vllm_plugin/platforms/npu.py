@@ -74,6 +74,10 @@ class NpuPlatform(Platform):
         return Decline("this version of vllm-ascend is not known to dbo_runtime", f"{actual}; known: {known}")
 
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
+        """Yield nothing: what was not compared with vllm-ascend is compared in the first steps."""
+        return iter(())
+
+    def list_compared(self, vllm_config: VllmConfig) -> Iterator[str]:
         """Yield the architecture, quantized weights and drafter, each if it was not compared with vllm-ascend."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 

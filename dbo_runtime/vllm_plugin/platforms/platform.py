@@ -110,6 +110,13 @@ class Platform:
         if uses_second_runner(vllm_config):
             yield Decline("not proven with vLLM's second model runner yet")
 
+    def list_compared(self, vllm_config: VllmConfig) -> Iterator[str]:
+        """Yield properties of a model that are not proven on this platform, and that are split.
+
+        The first steps of each kind are compared with unsplit ones.
+        """
+        return iter(())
+
     def check_encoder(self, encoder: str) -> Decline | None:
         """Return why a vision encoder of this class is not split on this platform unless compared, or None."""
         return None

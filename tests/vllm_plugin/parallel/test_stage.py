@@ -254,7 +254,7 @@ def test_a_model_with_an_unknown_kv_connector_is_declined_by_its_name() -> None:
 
 
 def make_rank(stage: Stage, vllm_config: Any, platform: Platform, groups: Any = None) -> RankContext:
-    rest: Any = 1, "network", "all_gather", Lines()
+    rest: Any = 1, "network", "all_gather", (), Lines()
     return RankContext(vllm_config, RuntimeConfig(enabled=True), platform, groups, stage, *rest)
 
 
