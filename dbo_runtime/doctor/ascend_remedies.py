@@ -83,7 +83,6 @@ ASCEND_REMEDIES = (
             "layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)",
             "DeepSeek V4 with images is not supported",
             "context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm",
-            "drafters that read hidden states between layers of DeepSeek V4 are not supported",
         ),
         "a variant of the model that its adapter does not take",
         "leave out the option that the reason names; its MTP layers do draft",

@@ -111,6 +111,11 @@ LOADING_REMEDIES = (
         "take one of the drafters of docs/vllm.md#speculative-decoding, or none",
     ),
     Remedy(
+        ("no micro-batches with speculative decoding by *",),
+        "its attention was not compared in micro-batches; nano-batches do not cut attention",
+        "DBO_SPLIT=nano, or `auto`",
+    ),
+    Remedy(
         ("the drafter is one for another model",),
         "hidden sizes differ, and vLLM itself fails when it first drafts",
         "name the drafter of this model in --speculative-config",

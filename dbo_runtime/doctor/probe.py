@@ -75,6 +75,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     hides_nothing = None if declines else predict_decline(vllm_config, config)
     has_file = bool(config.costs) and not config.calibrate
     misfit = check_costs(vllm_config, config) if has_file else None
+    no_micro_batches = None if declines else get_platform().check_micro_batches(vllm_config)
     is_planned = has_file and misfit is None and not declines and hides_nothing is None
     return {
         "architecture": vllm_config.model_config.architecture,
@@ -82,6 +83,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "parallel": list_parallel_sizes(vllm_config),
         "declines": [str(decline) for decline in declines],
         "compared": [] if declines or config.check else list(get_platform().list_compared(vllm_config)),
+        "no_micro_batches": None if no_micro_batches is None else str(no_micro_batches),
         "transport": predict_transport(vllm_config),
         "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,

@@ -55,6 +55,11 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
     return [
         _describe_layout(facts),
         *(Finding("command", "fail", found, _advise(found)) for found in facts["declines"]),
+        *(
+            [Finding("command", "info", f"{facts['no_micro_batches']}: steps have nano-batches only")]
+            if facts["no_micro_batches"]
+            else []
+        ),
         *(Finding("command", "info", f"{unproven} {COMPARED}") for unproven in facts["compared"]),
         *(
             [Finding("command", "warn", facts["misfit"], "until then `auto` goes by thresholds")]

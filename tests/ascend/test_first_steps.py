@@ -127,17 +127,24 @@ def _count_compared(worker: Any) -> tuple[list[int], str | None]:
 
 
 def plant_wrong_op(engine: Engine, rank: int) -> None:
-    """Make an op of the first layer wrong in micro-batches only."""
+    """Make an op of the first layer wrong, but only while this package runs it."""
     engine.llm.collective_rpc(_plant_wrong_op)
 
 
 def _plant_wrong_op(worker: Any) -> None:
-    norm = worker.model_runner.get_model().model.layers[0].post_attention_layernorm
-    norm.register_forward_hook(_double_in_micro_batches)
+    from dbo_runtime.engine.runtime import MicroBatchRuntime
 
+    run, running = MicroBatchRuntime.run, []
 
-def _double_in_micro_batches(module: Any, inputs: Any, output: Any) -> Any:
-    from dbo_runtime.vllm_plugin.api.forward_context import get_current
+    def run_marked(*arguments: Any) -> Any:
+        running.append(True)
+        try:
+            return run(*arguments)
+        finally:
+            running.pop()
 
-    normed, residual = output
-    return (normed * 2 if "first_token" in vars(get_current()) else normed), residual
+    def double(module: Any, inputs: Any, output: Any) -> Any:
+        return (output[0] * 2, output[1]) if running else output
+
+    worker.model_runner.get_model().model.layers[0].post_attention_layernorm.register_forward_hook(double)
+    MicroBatchRuntime.run = run_marked  # type: ignore[method-assign]  # for as long as the worker lives

@@ -106,6 +106,7 @@ def test_the_doctor_says_what_to_do_about_what_prevents_splitting(monkeypatch: p
         "parallel": {"tensor": 2},
         "notes": [],
         "compared": [],
+        "no_micro_batches": None,
         "misfit": None,
         "outlooks": [],
     }

@@ -59,6 +59,9 @@ def list_declines(
     unknown = check_connectors(read_transfer_config(vllm_config), config.kv_connectors)
     if unknown is not None:
         yield unknown
+    no_micro_batches = platform.check_micro_batches(vllm_config)
+    if no_micro_batches is not None and config.split == "micro":
+        yield no_micro_batches
     takes_stages = isinstance(adapter, StageAdapter) and adapter.takes_stages
     is_staged = vllm_config.parallel_config.pipeline_parallel_size > 1
     if adapter is not None and not isinstance(adapter, Decline) and is_staged and not takes_stages:

@@ -217,6 +217,7 @@ def _make_forward(
     ends = ModelEnds(model, runtime.program, recorded.adapter, rank.stage, recorded.head)
     decider = StepDecider(runtime, splitter, agreement, rank.transport, number)
     decider.first_steps = _make_first_steps(rank)
+    decider.no_micro = recorded.no_micro
     forward = SplitForward(
         model,
         decider,

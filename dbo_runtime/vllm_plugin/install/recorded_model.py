@@ -27,11 +27,13 @@ class RecordedModel(NamedTuple):
 
     Attributes:
         head: the work that the forward does besides the program; None if none.
+        no_micro: reason for which steps are cut into nano-batches only; None if they may have micro-batches.
     """
 
     adapter: ModelAdapter
     program: Program
     head: Head | None
+    no_micro: Decline | None = None
 
 
 def record_model(
@@ -59,7 +61,8 @@ def record_model(
     if decline is not None:
         return decline
     head = None if isinstance(adapter, GenericAdapter) else find_head(model, rank.vllm_config)
-    return head if isinstance(head, Decline) else RecordedModel(adapter, program, head)
+    no_micro = rank.platform.check_micro_batches(rank.vllm_config)
+    return head if isinstance(head, Decline) else RecordedModel(adapter, program, head, no_micro)
 
 
 def _prefer_generic(

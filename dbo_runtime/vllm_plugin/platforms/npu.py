@@ -61,6 +61,8 @@ class NpuPlatform(Platform):
     pads_batches = True  # all data parallel ranks are padded to the longest batch
     drafts_from_states = True
     supports_dcp = True
+    # Both need Triton, which the stand-in for CANN lacks. The target's forward only has further results for them.
+    compared_drafters = ("dflash (parallel drafting)", "dspark (parallel drafting)")
     cuts_decodes = True  # each part has fewer queries than the decode
 
     def check_version(self) -> Decline | None:

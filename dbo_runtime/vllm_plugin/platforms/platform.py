@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
+from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 
 if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     import torch
@@ -61,6 +62,8 @@ class Platform:
             compared with unsplit ones. vLLM 0.30's own such steps fail on CPU.
         supports_dcp: whether split steps with decode context parallelism, where ranks shard the KV cache, were
             compared with unsplit ones.
+        compared_drafters: methods of speculative decoding that nothing has run here, and that are split in nano-batches
+            whose first steps are compared: see `check_micro_batches`.
         splits_lora: whether its LoRA mapping is known, and split steps with LoRA were compared with unsplit ones.
     """
 
@@ -80,6 +83,7 @@ class Platform:
     cuts_decodes = False
     drafts_from_states = False
     supports_dcp = False
+    compared_drafters: tuple[str, ...] = ()
     splits_lora = False
 
     def __init__(self, name: str) -> None:
@@ -116,6 +120,13 @@ class Platform:
         The first steps of each kind are compared with unsplit ones.
         """
         return iter(())
+
+    def check_micro_batches(self, vllm_config: VllmConfig) -> Decline | None:
+        """Return why steps are cut into nano-batches only, which call attention as an unsplit step does, or None."""
+        drafter = name_drafter(vllm_config)
+        if drafter in self.compared_drafters:
+            return Decline(f"no micro-batches with speculative decoding by {drafter}")
+        return None
 
     def check_encoder(self, encoder: str) -> Decline | None:
         """Return why a vision encoder of this class is not split on this platform unless compared, or None."""

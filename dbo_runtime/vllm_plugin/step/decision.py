@@ -53,6 +53,7 @@ class StepDecider:
         warm_up: decides steps before serving.
         first_steps: counts the first steps, which are compared; None if none are.
         refusal: reason not to split any step, found before serving; None if steps may be split.
+        no_micro: reason for which steps are cut into nano-batches only; None if they may have micro-batches.
         declines: declines of earlier steps, which further steps repeat.
         choose_cuts: chooses the cuts of a batch, whatever the settings say; None to follow the settings.
         choose_sizes: chooses the sizes of micro-batches on all data parallel ranks, likewise.
@@ -72,6 +73,7 @@ class StepDecider:
     ) -> None:
         self.first_steps: FirstSteps | None = None
         self.refusal: Decline | None = None
+        self.no_micro: Decline | None = None
         self.declines = DeclineCache()
         self.choose_cuts: Callable[[Batch], Sequence[int]] | None = None
         self.choose_sizes: Callable[[Sequence[int]], Sizes | Decline] | None = None
@@ -89,7 +91,7 @@ class StepDecider:
     def copy_for(self, runtime: MicroBatchRuntime, group: GroupCoordinator) -> StepDecider:
         """Return a decider for the same model with another runtime. It has no agreements, and compares no steps."""
         own = StepDecider(runtime, self._splitter, self._agreement.copy_for(group), self._transport, self.rank)
-        own.refusal = self.refusal
+        own.refusal, own.no_micro = self.refusal, self.no_micro
         return own
 
     @property
@@ -122,7 +124,7 @@ class StepDecider:
             return decline(refusal)
         step = ServedStep(get_forward_context(), tokens, unsupported)
         decision = self._decide_cut(step)
-        if isinstance(decision.plan, Decline) and self.runtime.forces_side:
+        if isinstance(decision.plan, Decline) and self.runtime.forces_side and self.no_micro is None:
             decision = self._decide_concurrent(step, decision.plan)
         if self.first_steps is None or isinstance(decision.plan, Decline):
             return decision
@@ -194,6 +196,8 @@ class StepDecider:
         decline alone for a reason that only it knows, because the others would communicate as decided. So all ranks
         vote on it.
         """
+        if self.no_micro is not None:
+            return decline(self.no_micro)
         context, tokens = step.context, step.tokens
         shared = self._check_early(context, tokens) if self.rank is None else self._decide_data_parallel(context)
         if isinstance(shared, Decline):

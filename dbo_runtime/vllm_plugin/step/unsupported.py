@@ -42,7 +42,7 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
         (parallel.prefill_context_parallel_size > 1, "prefill context parallel"),
         (returns_routed_experts(vllm_config), "returning the routed experts"),
         (parallel.use_ubatching, "vLLM's own micro-batching (--enable-dbo)"),
-        (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
+        (drafter not in (None, *KNOWN_DRAFTERS, *platform.compared_drafters), f"speculative decoding by {drafter}"),
         (drafts_in_pipeline and not platform.drafts_in_pipeline(vllm_config), "speculative decoding in a pipeline"),
         (model.is_hybrid and model.architecture not in HYBRID_MODELS, "this model's linear attention"),
         (

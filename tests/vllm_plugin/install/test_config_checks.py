@@ -15,9 +15,11 @@ import pytest
 
 from dbo_models.dense import DenseAdapter
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.doctor.finding import Finding
 from dbo_runtime.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from tests.support.vllm.configs import LORA, make_config
 
 pytestmark = pytest.mark.vllm
@@ -82,6 +84,15 @@ def test_some_features_depend_on_settings(
     vllm_config: Any = make_config(architecture="LlamaForCausalLM", **changes)
     adapter = DenseAdapter() if has_adapter else None
     assert [decline.reason for decline in list_declines(vllm_config, config, adapter)] == ([reason] if reason else [])
+
+
+@pytest.mark.parametrize(("parts", "reasons"), [("micro", ["a drafter"]), ("nano", []), ("auto", [])])
+def test_a_model_without_micro_batches_is_declined_only_where_settings_want_no_others(
+    parts: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Platform, "check_micro_batches", lambda *_: Decline("a drafter"))
+    declines = list_declines(make_config(architecture="LlamaForCausalLM"), RuntimeConfig(split=parts), DenseAdapter())
+    assert [decline.reason for decline in declines] == reasons
 
 
 @pytest.mark.slow

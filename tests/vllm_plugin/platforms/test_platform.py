@@ -158,6 +158,24 @@ def test_drafters_are_proven_by_name(drafter: str, is_proven: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("platform", "drafter", "parallel", "reason"),
+    [
+        ("npu", "dspark", True, "no micro-batches with speculative decoding by dspark (parallel drafting)"),
+        ("npu", "eagle3", False, None),
+        ("npu", "eagle3", True, None),  # which is declined
+        ("cpu", "dspark", True, None),  # this, too
+    ],
+)
+def test_drafters_that_nothing_has_run_have_nano_batches_only(
+    platform: str, drafter: str, parallel: bool, reason: str | None
+) -> None:
+    served = make_served("DeepseekV4ForCausalLM", None, drafter=drafter)
+    served.speculative_config.parallel_drafting = parallel
+    found = get_platform(platform).check_micro_batches(served)
+    assert (found and found.reason) == reason
+
+
+@pytest.mark.parametrize(
     ("release", "encoder", "is_proven"),
     [
         ("0.30.0rc2", "Qwen2_5_VisionTransformer", True),
