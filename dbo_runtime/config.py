@@ -218,7 +218,7 @@ class RuntimeConfig:
         "`1` runs every split step a second time, unsplit, compares the results, and compares all decisions across "
         "ranks. `races` also watches every value of a split step for races and undeclared writes, and runs half of the "
         "split steps in the issue order that exposes missing declarations (docs/reliability.md). Both are slow. "
-        "Unproven platforms and models are split only if this is set at start.",
+        "Unproven platforms and vision encoders are split only if this is set at start.",
     )
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 from dbo_models.collectives import record_gather
 from dbo_models.hyper_connections import StreamRecorder
 from dbo_models.layers import check_parts, get_layers
-from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives
+from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives, name_auxiliary
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -45,8 +45,6 @@ class DeepseekV4Adapter:
             return Decline("DeepSeek V4 with images is not supported")
         if any(layer.enable_dsa_cp and not layer.use_sequence_parallel_moe for layer in layers):
             return Decline("context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm")
-        if decoder.aux_hidden_state_layers:
-            return Decline("drafters that read hidden states between layers of DeepSeek V4 are not supported")
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
@@ -65,6 +63,10 @@ class DeepseekV4Adapter:
         for index, layer in layers.items():
             with p.layer(index):
                 streams = recorder.record_layer(layer, streams)
+                if index + 1 in decoder.aux_hidden_state_layers:
+                    averaged = p.compute("auxiliary", _average, streams, token_wise=token_wise)
+                    auxiliary = record_gather(p, "auxiliary_gather", collectives, averaged, tokens, token_wise)
+                    p.output(name_auxiliary(index + 1), auxiliary)
         streams = record_gather(p, "final_gather", collectives, streams, tokens, token_wise)
         if decoder._needs_mtp_hidden_states:
             p.output(KEPT, streams)
@@ -88,6 +90,11 @@ class DeepseekV4Adapter:
 
 def _make_streams(count: int, x: Any) -> Any:
     return x.unsqueeze(1).repeat(1, count, 1)
+
+
+def _average(streams: Any) -> Any:
+    """Return what a drafter reads between layers: [tokens, streams, hidden] -> [tokens, hidden]."""
+    return streams.mean(dim=1)
 
 
 def _finish(decoder: Any, streams: Any) -> Any:

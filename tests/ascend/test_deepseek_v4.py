@@ -18,12 +18,13 @@ from tests.support.ascend.drafts import answer_with_drafts, assert_drafts_are_eq
 from tests.support.ascend.engines import FOUR, OPTIONS, start
 from tests.support.ascend.equivalence import (
     BOUNDARIES,
+    PROMPTS,
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.support.ascend.jobs import answer, cut_at_boundaries, generate, make_prompts
+from tests.support.ascend.jobs import answer, answer_in_nano_batches, cut_at_boundaries, generate, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, INT4, quantize_model
 from tests.support.ascend.mtp_layers import MTP
 from tests.support.ascend.options import A3, GRAPHS
@@ -50,6 +51,7 @@ def name_flags(value: Any) -> str:
 
 
 SERVED = serve_with()
+COMPARISON = "dbo_runtime.vllm_plugin.step.comparison"
 STREAM_FAILED = "a kernel of the stand-in has failed|synchronize failed"  # whichever the worker comes to first
 
 
@@ -129,6 +131,41 @@ def test_drafts_of_an_mtp_layer_are_accepted_alike(workers: int, flags: dict[str
         npus.run(change_workers, _leave_nothing)
         ((_, wrong_drafts, _),) = npus.run(answer_with_drafts, True)
         assert wrong_drafts != drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, CHUNKS, SHARED_OUT | CHUNKS], ids=name_flags)
+def test_hidden_states_between_layers_are_those_of_unsplit_steps(flags: dict[str, bool], tmp_path: Path) -> None:
+    """A drafter by dspark reads them. It needs Triton itself, so here nothing does."""
+    for npus in start(1, make_deepseek_v4(tmp_path), **share_out(2), **serve_with(**flags)):
+        npus.run(change_workers, _read_between_layers)
+        ((_, counts),) = npus.run(answer, [PROMPTS], 2, [BOUNDARIES[0]], DBO_CHECK="1")
+        assert all(count["split"] >= 1 for count in counts), counts
+        if SHARED_OUT.keys().isdisjoint(flags):
+            ((_, steps),) = npus.run(answer_in_nano_batches, [PROMPTS], 2, 2, "1")
+            assert min(steps) >= 1, steps
+
+
+def _read_between_layers(worker: Any) -> None:
+    """Set up the model again as if a drafter read hidden states after its first layers; compare them to the bit."""
+    from dbo_runtime.vllm_plugin.install import model_setup, served_model
+    from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter
+
+    runner, compared = worker.model_runner, patch(f"{COMPARISON}.describe_difference", _tell_whether_equal)
+    compared.start()
+    model = runner.get_model()
+    config = served_model.get_served_model(model).rank.config
+    del model.forward, model._dbo_served_model
+    runner.use_aux_hidden_state_outputs = True
+    model.set_aux_hidden_state_layers((1, 3))
+    model_setup.set_up_model(runner, config, choose_adapter(runner.vllm_config))
+    served_model.get_served_model(model).start_serving()
+
+
+def _tell_whether_equal(split: Any, again: Any, *rest: Any, **options: Any) -> str:
+    assert len(split) == 3, "the model's result, and two between layers"
+    names = [name for name, expected in again.items() if not expected.equal(split[name])]
+    return f"other {', '.join(names)}" if names else ""
 
 
 @pytest.mark.slow

@@ -17,15 +17,6 @@ ASCEND_REMEDIES = (
     ),
     Remedy(
         (
-            "this model is not proven with vllm-ascend yet",
-            "these quantized weights are not proven with vllm-ascend yet",
-            "this drafter is not proven with vllm-ascend yet",
-        ),
-        "it is not among what was compared inside vllm-ascend: docs/ascend.md#what-was-run",
-        "try DBO_CHECK=1, which compares each split step, before you rely on it",
-    ),
-    Remedy(
-        (
             "not supported yet: FlashComm (sequence-parallel MoE) with deepstack",
             "not supported yet: FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)",
             "not supported yet: FlashComm 2",
@@ -79,8 +70,9 @@ ASCEND_REMEDIES = (
     ),
     Remedy(
         ("stages of a pipeline pass on which keys sparse attention has chosen",),
-        "vllm-ascend's own answers are wrong there with enable_dsa_cp: docs/ascend.md#bugs-of-vllm-ascend",
-        "serve GLM-5 without --pipeline-parallel-size, or without `use_index_cache`",
+        "steps have nano-batches only; with enable_dsa_cp vllm-ascend's own answers are wrong there: "
+        "docs/ascend.md#bugs-of-vllm-ascend",
+        "DBO_SPLIT=nano, or `auto`; or serve GLM-5 without --pipeline-parallel-size",
     ),
     Remedy(
         ("DeepSeek V4 is split as vllm-ascend's class only",),
@@ -92,7 +84,6 @@ ASCEND_REMEDIES = (
             "layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)",
             "DeepSeek V4 with images is not supported",
             "context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm",
-            "drafters that read hidden states between layers of DeepSeek V4 are not supported",
         ),
         "a variant of the model that its adapter does not take",
         "leave out the option that the reason names; its MTP layers do draft",

@@ -74,7 +74,6 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     found = list(list_declines(vllm_config, config, choose_adapter(vllm_config)))
     # A model that is declined anyway is told all reasons; otherwise those against micro-batches leave nano-batches.
     declines = [] if find_decline(found, config) is None else found
-    in_nano_batches = [f"steps are cut into nano-batches only: {each}" for each in found if not declines]
     hides_nothing = None if declines else predict_decline(vllm_config, config)
     has_file = bool(config.costs) and not config.calibrate
     misfit = check_costs(vllm_config, config) if has_file else None
@@ -84,11 +83,13 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "platform": get_device_type(),
         "parallel": list_parallel_sizes(vllm_config),
         "declines": [str(decline) for decline in declines],
+        "compared": [] if declines or config.check else list(get_platform().list_compared(vllm_config)),
+        "no_micro_batches": [] if declines else [str(decline) for decline in found],
         "transport": predict_transport(vllm_config),
         "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,
         "outlooks": list_outlooks(vllm_config, config) if is_planned else [],
-        "notes": [*in_nano_batches, *get_platform().describe(vllm_config)],
+        "notes": list(get_platform().describe(vllm_config)),
     }
 
 

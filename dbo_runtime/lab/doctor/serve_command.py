@@ -14,6 +14,8 @@ from dbo_runtime.lab.doctor.remedies import find_remedies
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _UNKNOWN = "if the launcher puts all ranks on one host, `auto` splits nothing"
+COMPARED = "is not proven yet: compares its first steps of each kind with unsplit ones; a difference ends splitting"
+NANO_ONLY = "steps are cut into nano-batches only, and the first of each kind are compared"
 USAGE = "dbo doctor -- [NAME=VALUE ...] vllm serve MODEL [OPTIONS]"
 
 
@@ -57,6 +59,8 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
     return [
         _describe_layout(facts),
         *(Finding("command", "fail", found, _advise(found)) for found in facts["declines"]),
+        *(Finding("command", "info", f"{NANO_ONLY}: {reason}") for reason in facts["no_micro_batches"]),
+        *(Finding("command", "info", f"{unproven} {COMPARED}") for unproven in facts["compared"]),
         *(
             [Finding("command", "warn", facts["misfit"], "until then `auto` goes by thresholds")]
             if facts["misfit"]

@@ -87,6 +87,13 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
             tested=describe_tested(),
             steps_of_each_kind=COMPARED_STEPS,
         )
+    if rank.unproven:
+        rank.log.warning(
+            "not proven with this platform yet: first steps are compared with unsplit ones",
+            platform=rank.platform.name,
+            unproven="; ".join(rank.unproven),
+            steps_of_each_kind=COMPARED_STEPS,
+        )
     collectives.connect()  # on all stages, because every rank of vLLM's world must take part
     served = ServedModel(rank)
     if is_split:
@@ -140,8 +147,9 @@ def _compare_settings(
     model, images = outcomes
     if isinstance(recorded, RecordedModel) and recorded.no_micro is not None:
         model = f"nano-batches only: {recorded.no_micro}"
-    own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, {describe_versions()}"
-    settings = gather(rank.groups.all_ranks, own)
+    unproven = "; ".join(rank.unproven) or "nothing"
+    own = f"{rank.config}, model: {model}, encoder: {images}, dispatch: {rank.dispatch}, unproven: {unproven}, "
+    settings = gather(rank.groups.all_ranks, own + describe_versions())
     if len(set(settings)) > 1:
         raise ConfigError(f"give all ranks on all hosts the same settings and packages. {format_ranks(settings)}")
 
@@ -225,8 +233,8 @@ def _make_forward(
 
 def _make_first_steps(rank: RankContext, no_micro: Decline | None = None) -> FirstSteps | None:
     """Return the count of first steps, if these are compared: what has no micro-batches was proven for few models."""
-    is_proven = is_tested() and not rank.platform.compares_first_steps and no_micro is None
-    return None if is_proven else FirstSteps(rank.log)
+    is_compared = rank.platform.compares_first_steps or bool(rank.unproven) or no_micro is not None
+    return FirstSteps(rank.log) if is_compared or not is_tested() else None
 
 
 def _open_metrics(rank: RankContext) -> Metrics | None:

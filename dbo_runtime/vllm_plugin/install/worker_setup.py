@@ -95,8 +95,11 @@ def _wrap_profile_run(runner: GPUModelRunner) -> None:
 
 
 def _rehearse(runner: GPUModelRunner, served: ServedModel) -> None:
-    """Split dummy steps if no memory profile did so: on devices that share their memory with the host."""
-    if served.forward is not None and served.rank.platform.host_computes:
+    """Split dummy steps if no memory profile did so: on devices that share their memory with the host.
+
+    Unproven models also do so elsewhere, because the memory profile has no attention.
+    """
+    if served.forward is not None and (served.rank.platform.host_computes or served.rank.unproven):
         rehearse(runner, served.forward, served.rank.groups.all_ranks)
 
 

@@ -35,6 +35,7 @@ class RankContext:
         hosts: number of hosts that the ranks are on.
         transport: means of communication between the ranks; see `Platform.get_transport`.
         dispatch: way that tokens reach experts on other ranks: `all_gather`, `all_to_all`, or `fused` into kernels.
+        unproven: properties of the model that are not proven on the platform, so that first steps are compared.
         log: logger bound to the stage, silent except on each stage's first rank.
     """
 
@@ -46,20 +47,23 @@ class RankContext:
     hosts: int
     transport: str
     dispatch: str
+    unproven: tuple[str, ...]
     log: FilteringBoundLogger
 
 
 def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: RuntimeConfig) -> RankContext:
     """Return the context of the rank that serves *model*. Collective over all ranks, because they count their hosts."""
-    platform, groups, stage = get_platform(), vllm_groups.get_groups(vllm_config), get_stage(model, vllm_config)
+    platform, groups = get_platform(), vllm_groups.get_groups(vllm_config)
+    stage = get_stage(model, vllm_config, platform.find_stage_buffers(model))
     if vllm_config.speculative_config is not None:
         stage = replace(stage, auxiliary=tuple(map(name_auxiliary, get_auxiliary_layers(model))))
     log = open_log(quiet=groups.all_ranks.rank_in_group > 0)
     log = log.bind(stage=stage.name) if stage.name else log
     hosts = len(set(gather(groups.all_ranks, vllm_groups.get_host())))
     transport = platform.get_transport(groups, hosts)
+    is_known = platform.check_support(config) is None  # only known releases are asked; on others nothing is split
     dispatch = config.dispatch
-    if dispatch == "auto":  # only known releases are asked; on others nothing is split
-        is_known = platform.check_support(config) is None
+    if dispatch == "auto":
         dispatch = platform.choose_dispatch(vllm_config) if is_known else "all_gather"
-    return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, dispatch, log)
+    unproven = tuple(platform.list_compared(vllm_config)) if is_known else ()
+    return RankContext(vllm_config, config, platform, groups, stage, hosts, transport, dispatch, unproven, log)

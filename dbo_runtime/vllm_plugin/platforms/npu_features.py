@@ -1,4 +1,4 @@
-"""Features of vllm-ascend that are not split: unsupported ones, and those not compared yet.
+"""Features of vllm-ascend that are not split, and those that were not compared yet.
 
 Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 """
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
 SCHEMES = (".weight", ".quant_type")  # suffixes of the description's keys that hold a layer's scheme
+EXPERT_SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")  # of INT8_METHODS; a whole model's name may be the first
 FLASH_BALANCING = 3  # number of a load balancing policy
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
-def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[Decline]:
+def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[str]:
     """Yield the architecture, the quantized weights and the drafter, each if it is not among the *proven* ones."""
     architecture = vllm_config.model_config.architecture
     if architecture not in proven.models:
-        yield Decline("this model is not proven with vllm-ascend yet", architecture)
+        yield f"model {architecture}"
     unproven = sorted(find_quantizations(vllm_config) - {*proven.quantizations, UNQUANTIZED})
     if unproven:
-        yield Decline("these quantized weights are not proven with vllm-ascend yet", ", ".join(unproven))
+        yield f"quantized weights {', '.join(unproven)}"
     drafter = name_drafter(vllm_config)
     if drafter is not None and drafter not in proven.drafters:
-        yield Decline("this drafter is not proven with vllm-ascend yet", drafter)
+        yield f"drafter {drafter}"
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:
@@ -55,6 +56,28 @@ def find_quantizations(vllm_config: VllmConfig) -> set[str]:
     return _find_quantized_weights(vllm_config) | named
 
 
+def check_experts(vllm_config: VllmConfig) -> Decline | None:
+    """Return why experts that get tokens of other ranks cannot be split: by the names of their weights' quantization.
+
+    It is known before weights are loaded only of ModelSlim's. Where tokens stay on their rank, experts are one op.
+    """
+    parallel, quantized = vllm_config.parallel_config, vllm_config.quant_config
+    sends = parallel.data_parallel_size > 1 or parallel.use_sequence_parallel_moe
+    shares_out = vllm_config.model_config.is_moe and parallel.enable_expert_parallel and sends
+    if not shares_out or quantized is None or quantized.get_name() != MODELSLIM:
+        return None
+    description = quantized.quant_description
+    of_experts = {str(scheme) for name, scheme in description.items() if ".experts." in name and _is_scheme(name)}
+    schemes = of_experts or {str(description.get("model_quant_type", UNQUANTIZED))}
+    unknown = ", ".join(sorted(schemes - {*EXPERT_SCHEMES, UNQUANTIZED}))
+    known = ", ".join(EXPERT_SCHEMES)
+    return Decline("the MoE method cannot be decomposed", f"{unknown}; known: {known}") if unknown else None
+
+
+def _is_scheme(name: str) -> bool:
+    return name.endswith(SCHEMES)
+
+
 def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
     quantized = vllm_config.quant_config
     if quantized is None:
@@ -66,7 +89,7 @@ def _find_quantized_weights(vllm_config: VllmConfig) -> set[str]:
     decodes = transfer is not None and transfer.kv_role in ("kv_consumer", "kv_both")
     caches = ["kv_cache_type", "indexer_quant_type", *(["fa_quant_type"] if decodes else [])]
     named = {"model_quant_type", *caches}
-    schemes = (scheme for name, scheme in description.items() if name in named or name.endswith(SCHEMES))
+    schemes = (scheme for name, scheme in description.items() if name in named or _is_scheme(name))
     return {str(scheme) for scheme in schemes if scheme}  # an unknown file may have any value there
 
 
@@ -75,6 +98,9 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     from vllm_ascend.ascend_config import get_ascend_config
 
     config = get_ascend_config()
+    experts = check_experts(vllm_config)
+    if experts is not None:
+        yield experts
     try:
         yield from _list_unsupported(vllm_config, config)
         is_earlier = hasattr(config, "enable_flashcomm1")
@@ -134,9 +160,9 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
     )
     yield from _decline_used(features)
-    passed_on = check_stages(vllm_config)
-    if passed_on is not None:
-        yield passed_on
+    handed_on = check_stages(vllm_config)
+    if handed_on is not None:
+        yield handed_on
 
 
 def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:

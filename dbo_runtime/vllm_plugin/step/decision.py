@@ -129,7 +129,7 @@ class StepDecider:
             return decline(refusal)
         step = ServedStep(get_forward_context(), tokens, unsupported)
         decision = self._decide_cut(step)
-        if isinstance(decision.plan, Decline) and self.runtime.forces_side:
+        if isinstance(decision.plan, Decline) and self.runtime.forces_side and self.no_micro is None:
             decision = self._decide_concurrent(step, decision.plan)
         if self.first_steps is None or isinstance(decision.plan, Decline):
             return decision
@@ -186,7 +186,9 @@ class StepDecider:
     def _decide_cut(self, step: ServedStep) -> StepDecision:
         """Decide whether to cut a served step into micro-batches or nano-batches, as the settings ask for."""
         parts = self.runtime.config.split
-        is_read = parts != "nano" or self.runtime.planner is not None
+        is_chosen = self.choose_cuts is not None or self.choose_sizes is not None
+        can_be_read = self.no_micro is None or not is_chosen  # what is chosen are micro-batches
+        is_read = can_be_read and (parts != "nano" or self.runtime.planner is not None)
         decision = self._decide_split(step) if is_read else None
         if decision is not None and (parts == "micro" or not can_be_nano(decision.plan)):
             return decision

@@ -1,4 +1,7 @@
-"""Compare the first split steps of each class with unsplit ones, if vLLM's version is untested, and on GPUs.
+"""Compare the first split steps of each class with unsplit ones, where it is not proven that they are equal.
+
+That is with an untested version of vLLM, on GPUs, and inside vllm-ascend with models, quantized weights and drafters
+that were not compared there.
 
 With DBO_CHECK, every step is compared, and a difference ends the engine. With `FirstSteps`, only a few steps are
 compared. A difference ends splitting, and the request gets the unsplit result.

@@ -111,6 +111,8 @@ def test_the_doctor_says_what_to_do_about_what_prevents_splitting(monkeypatch: p
         "platform": "cpu",
         "parallel": {"tensor": 2},
         "notes": [],
+        "compared": [],
+        "no_micro_batches": [],
         "misfit": None,
         "outlooks": [],
     }

@@ -88,6 +88,21 @@ def test_costs_by_which_nothing_will_be_split_are_a_warning(monkeypatch: pytest.
     assert [(finding.state, finding.found) for finding in found] == [("warn", told[0]), ("info", told[1])]
 
 
+def test_what_is_not_proven_is_split_and_its_first_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"parallel": {**ALONE, "tensor": 4}, "declines": [], "compared": ["model SomeForCausalLM"]}
+    first, second = check(facts, monkeypatch)
+    assert (first.state, second.state) == ("ok", "info")
+    assert second.found.startswith("model SomeForCausalLM is not proven yet: compares its first steps")
+
+
+def test_where_only_attention_cannot_be_cut_there_are_nano_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"parallel": {**ALONE, "tensor": 4}, "declines": [], "no_micro_batches": ["it keeps states"]}
+    first, second = check(facts, monkeypatch)
+    assert (first.state, second.state) == ("ok", "info")
+    assert second.found.startswith("steps are cut into nano-batches only")
+    assert second.found.endswith(": it keeps states")
+
+
 def test_a_package_that_is_missing_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = check({"error": "ModuleNotFoundError: No module named 'mooncake'", "missing": "mooncake"}, monkeypatch)
     assert (finding.state, finding.found) == ("fail", "not checked: mooncake is not installed here")
@@ -115,7 +130,15 @@ def test_what_a_platforms_defaults_mean_is_told_at_last(monkeypatch: pytest.Monk
 
 def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Return the findings where the process that imports vLLM reports these facts."""
-    usual = {"transport": "device", "hides_nothing": None, "misfit": None, "outlooks": [], "notes": []}
+    usual = {
+        "transport": "device",
+        "hides_nothing": None,
+        "misfit": None,
+        "outlooks": [],
+        "notes": [],
+        "compared": [],
+        "no_micro_batches": [],
+    }
     answer = {"architecture": "SomeForCausalLM", "platform": "npu", **usual, **facts}
     monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)
     return check_serve_command(ServeCommand({}, ("model",)), {})

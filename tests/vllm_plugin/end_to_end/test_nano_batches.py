@@ -69,6 +69,21 @@ def test_auto_has_nano_batches_where_a_step_has_no_micro_batches(
     assert after["declined"] == before["declined"]
 
 
+@pytest.mark.parametrize(("parts", "declined"), [("auto", 0), ("nano", 0), ("micro", 1)])
+def test_a_model_without_micro_batches_has_nano_batches(
+    one_rank: Engine, monkeypatch: pytest.MonkeyPatch, parts: str, declined: int
+) -> None:
+    unsplit = get_unsplit(one_rank, PROMPTS)
+    before = one_rank.statistics()[0]
+    monkeypatch.setattr(one_rank.runner.get_model().forward.decider, "no_micro", Decline("a drafter"))
+    one_rank.configure(DBO_MODE="always", DBO_SPLIT=parts)
+    assert_close(unsplit, one_rank.generate(PROMPTS))
+    after = one_rank.statistics()[0]
+    one_rank.configure(DBO_MODE="always")
+    assert (after["split"] - before["split"], after["nano"] - before["nano"]) == (0, 1 - declined)
+    assert after["declined"].get("a drafter", 0) - before["declined"].get("a drafter", 0) == declined
+
+
 @pytest.mark.parametrize(("count", "expected"), [("auto", 8), ("3", 3)])
 def test_with_costs_the_planner_chooses_how_many(two_ranks: Engine, count: str, expected: int) -> None:
     two_ranks.llm.collective_rpc(make_up_costs)

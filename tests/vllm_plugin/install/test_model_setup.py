@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,13 +52,13 @@ def let_other_gather(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
 
 _P = ProgramBuilder()
 PROGRAM = _P.build(_P.compute("op", lambda: None))
-SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, dispatch: all_gather, versions"
+SAME = f"{RuntimeConfig()}, model: can be split, encoder: None, dispatch: all_gather, unproven: nothing, versions"
 
 
 def make_rank(config: RuntimeConfig) -> RankContext:
     groups: Any = Groups(Pair, None, Pair)  # type: ignore[arg-type]
     log: Any = None
-    return RankContext(log, config, get_platform("cpu"), groups, WHOLE_MODEL, 1, "network", "all_gather", log)
+    return RankContext(log, config, get_platform("cpu"), groups, WHOLE_MODEL, 1, "network", "all_gather", (), log)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,20 @@ def test_ranks_with_other_settings_or_packages_stop_at_the_start(
         _compare_settings(make_rank(config), program, encoder)
 
 
+def test_ranks_with_other_weights_stop_as_well_because_only_one_would_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_setup, "describe_versions", lambda: "versions")
+    let_other_gather(monkeypatch, SAME)
+    rank = replace(make_rank(RuntimeConfig()), unproven=("quantized weights W4A4",))
+    with pytest.raises(ConfigError, match=r"unproven: quantized weights W4A4"):
+        _compare_settings(rank, PROGRAM, None)
+
+
 def make_context_of_pair(monkeypatch: pytest.MonkeyPatch, host: str, config: RuntimeConfig, **methods: Any) -> Any:
     """Return the context of one of two ranks, the other of which is on *host*; *methods* are the platform's."""
     groups = Groups(Pair, None, Pair)  # type: ignore[arg-type]
-    platform = {"get_transport": lambda *_: "network", "check_support": lambda _: None, **methods}
+    platform = {"get_transport": lambda *_: "network", "check_support": lambda _: None}
+    platform |= {"find_stage_buffers": lambda _: None}
+    platform |= {"list_compared": lambda _: iter(["a drafter"]), **methods}
     monkeypatch.setattr(rank_context.vllm_groups, "get_groups", lambda _: groups)
     monkeypatch.setattr(rank_context.vllm_groups, "get_host", lambda: "10.0.0.1")
     monkeypatch.setattr(rank_context, "get_stage", lambda *_: WHOLE_MODEL)
@@ -116,3 +127,4 @@ def test_a_known_platform_chooses_how_tokens_are_dispatched_unless_settings_do(
     methods = {"choose_dispatch": lambda _: "all_to_all", "check_support": lambda _: unsupported}
     found = make_context_of_pair(monkeypatch, "10.0.0.1", RuntimeConfig(dispatch=setting), **methods)
     assert found.dispatch == dispatch
+    assert found.unproven == (() if unsupported else ("a drafter",))

@@ -16,6 +16,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.platforms import cuda, npu
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
+from dbo_runtime.vllm_plugin.platforms.npu_features import check_experts
 from dbo_runtime.vllm_plugin.platforms.registry import PLATFORMS, get_platform
 
 PLUGIN = Path(__file__).parents[3] / "dbo_runtime" / "vllm_plugin"
@@ -77,10 +78,10 @@ def test_the_version_of_vllm_ascend_decides(release: str, known: bool, monkeypat
 def test_with_vllm_ascend_other_models_and_weights_are_not_proven() -> None:
     description = {"model_quant_type": "W8A8", "a.weight": "W8A8_DYNAMIC", "b.weight": "FLOAT", "b.bias": "W4A4"}
     quantized = make_quantized(description)
-    assert tell_unproven(make_served("DeepseekV3ForCausalLM", quantized)) == {}
-    assert tell_unproven(make_served("GraniteForCausalLM", quantized), "cpu") == {}
-    expected = {"this model is not proven with vllm-ascend yet": "GraniteForCausalLM"}
-    assert tell_unproven(make_served("GraniteForCausalLM", None)) == expected
+    assert list_compared(make_served("DeepseekV3ForCausalLM", quantized)) == []
+    assert list_compared(make_served("GraniteForCausalLM", quantized), "cpu") == []
+    assert list_compared(make_served("GraniteForCausalLM", None)) == ["model GraniteForCausalLM"]
+    assert list(get_platform("npu").list_unproven(make_served("GraniteForCausalLM", None))) == [], "it is split"
 
 
 @pytest.mark.parametrize(
@@ -102,13 +103,34 @@ def test_weights_and_caches_of_vllm_ascend_are_not_proven_by_name(
     description: dict[str, Any], role: str | None, unproven: str | None
 ) -> None:
     served = make_served("DeepseekV3ForCausalLM", make_quantized(description), role)
-    reason = "these quantized weights are not proven with vllm-ascend yet"
-    assert tell_unproven(served) == ({} if unproven is None else {reason: unproven})
+    assert list_compared(served) == ([] if unproven is None else [f"quantized weights {unproven}"])
 
 
 def test_weights_of_another_method_are_not_proven() -> None:
     served = make_served("DeepseekV3ForCausalLM", make_quantized({"a.weight": "W8A8"}, "compressed-tensors"))
-    assert list(tell_unproven(served).values()) == ["compressed-tensors"]
+    assert list_compared(served) == ["quantized weights compressed-tensors"]
+
+
+@pytest.mark.parametrize(
+    ("description", "sizes", "unknown"),
+    [
+        ({"model_quant_type": "W4A4_DYNAMIC"}, {"data_parallel_size": 2}, "W4A4_DYNAMIC"),
+        ({"model_quant_type": "W4A4_DYNAMIC"}, {"use_sequence_parallel_moe": True}, "W4A4_DYNAMIC"),
+        ({"model_quant_type": "W4A4_DYNAMIC"}, {"data_parallel_size": 2, "enable_expert_parallel": False}, None),
+        ({"model_quant_type": "W4A4_DYNAMIC"}, {}, None),
+        ({"a.experts.0.w1.weight": "W8A8_MXFP8", "b.weight": "W8A8"}, {"data_parallel_size": 2}, "W8A8_MXFP8"),
+        ({"model_quant_type": "W4A4", "a.experts.0.w1.weight": "W8A8_DYNAMIC"}, {"data_parallel_size": 2}, None),
+        ({"model_quant_type": "W8A8", "a.experts.0.w1.weight": "FLOAT"}, {"data_parallel_size": 2}, None),
+    ],
+)
+def test_experts_that_get_tokens_of_other_ranks_are_known_by_how_their_weights_are_quantized(
+    description: dict[str, Any], sizes: dict[str, Any], unknown: str | None
+) -> None:
+    served = make_configured()
+    served.quant_config = make_quantized(description)
+    vars(served.parallel_config).update(sizes)
+    found = check_experts(served)
+    assert (found and found.detail.partition(";")[0]) == unknown
 
 
 @pytest.mark.parametrize(
@@ -125,15 +147,14 @@ def test_weights_of_another_method_are_not_proven() -> None:
 def test_caches_are_proven_by_type_and_by_what_is_in_them(
     name: str, cache: str, indexer: str, unproven: str | None
 ) -> None:
-    found = tell_unproven(make_served(name, None, cache=cache, indexer=indexer))
-    assert list(found.values()) == ([] if unproven is None else [unproven])
+    found = list_compared(make_served(name, None, cache=cache, indexer=indexer))
+    assert found == ([] if unproven is None else [f"quantized weights {unproven}"])
 
 
 @pytest.mark.parametrize(("drafter", "is_proven"), [("ngram", True), ("eagle3", True), ("draft_model", False)])
 def test_drafters_are_proven_by_name(drafter: str, is_proven: bool) -> None:
     served = make_served("DeepseekV3ForCausalLM", None, drafter=drafter)
-    expected = {} if is_proven else {"this drafter is not proven with vllm-ascend yet": drafter}
-    assert tell_unproven(served) == expected
+    assert list_compared(served) == ([] if is_proven else [f"drafter {drafter}"])
 
 
 @pytest.mark.parametrize(
@@ -161,9 +182,9 @@ def test_attention_of_encoders_takes_host_lengths_where_an_encoder_ran(
     assert get_platform("npu").get_encoder_attention() is attention
 
 
-def tell_unproven(served: Any, platform: str = "npu") -> dict[str, str]:
-    """Return why a model would not be split without DBO_CHECK=1, and the details."""
-    return {unproven.reason: unproven.detail for unproven in get_platform(platform).list_unproven(served)}
+def list_compared(served: Any, platform: str = "npu") -> list[str]:
+    """Return what of a model is not proven, so that its first steps are compared."""
+    return list(get_platform(platform).list_compared(served))
 
 
 def make_quantized(description: dict[str, Any], method: str = "ascend") -> Any:
@@ -266,7 +287,10 @@ def make_configured(ranks_with_keys: int = 1) -> Any:
             use_sequence_parallel_moe=False,
             pipeline_parallel_size=1,
             decode_context_parallel_size=ranks_with_keys,
+            data_parallel_size=1,
+            enable_expert_parallel=True,
         ),
+        quant_config=None,
         model_config=SimpleNamespace(architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
