@@ -70,8 +70,9 @@ ASCEND_REMEDIES = (
     ),
     Remedy(
         ("stages of a pipeline pass on which keys sparse attention has chosen",),
-        "vllm-ascend's own answers are wrong there with enable_dsa_cp: docs/ascend.md#bugs-of-vllm-ascend",
-        "serve GLM-5 without --pipeline-parallel-size, or without `use_index_cache`",
+        "steps have nano-batches only; with enable_dsa_cp vllm-ascend's own answers are wrong there: "
+        "docs/ascend.md#bugs-of-vllm-ascend",
+        "DBO_SPLIT=nano, or `auto`; or serve GLM-5 without --pipeline-parallel-size",
     ),
     Remedy(
         ("DeepSeek V4 is split as vllm-ascend's class only",),

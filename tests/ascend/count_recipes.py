@@ -22,7 +22,7 @@ from dbo_runtime.doctor.serve_command import list_overlaps
 from tests.standin.cann import cann
 from tests.standin.cann.build import build
 from tests.support.ascend.engines import ENVIRONMENT
-from tests.support.ascend.proofs import list_proofs
+from tests.support.ascend.proofs import FIRST_STEPS, list_proofs
 from tests.support.ascend.recipes import Recipe, make_command, read_recipes
 from tests.support.page import ROOT, make_table, tell_section
 
@@ -43,12 +43,24 @@ class Answer(NamedTuple):
         reasons: what prevents splitting it: nothing, if it would be split.
         overlaps: which communication overlaps with computation, if it would be split.
         proofs: the tests behind that.
+        compared: what of it is not proven, so that its first steps are compared.
+        in_nano_batches: whether it would have nano-batches only.
     """
 
     recipe: Recipe
     reasons: tuple[str, ...]
     overlaps: tuple[str, ...] = ()
     proofs: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
+    in_nano_batches: bool = False
+
+    @property
+    def how(self) -> str:
+        """How its steps would be split."""
+        if self.reasons:
+            return "unsplit"
+        compared = f"first steps compared: {'; '.join(self.compared)}" if self.compared else "proven"
+        return f"nano-batches, {compared}" if self.in_nano_batches else compared
 
 
 def ask(recipe: Recipe) -> Answer:
@@ -66,7 +78,9 @@ def ask(recipe: Recipe) -> Answer:
     if reasons:
         return Answer(recipe, tuple(reasons))
     proofs = list_proofs(recipe, facts["architecture"], facts["parallel"])  # one test may be of several things
-    return Answer(recipe, (), tuple(overlaps), tuple(dict.fromkeys(proofs)))
+    compared, in_nano_batches = tuple(facts["compared"]), facts["no_micro_batches"] is not None
+    behind = (FIRST_STEPS,) if compared else tuple(dict.fromkeys(proofs))
+    return Answer(recipe, (), tuple(overlaps), behind, compared, in_nano_batches)
 
 
 def count(answers: Sequence[Answer]) -> list[list[object]]:
@@ -79,8 +93,8 @@ def count(answers: Sequence[Answer]) -> list[list[object]]:
 
 
 def list_commands(answers: Iterable[Answer]) -> list[list[str]]:
-    """Return a row for each command: where it is, how it serves, and what is split or prevents that."""
-    return [[*describe(answer.recipe), _describe_outcome(answer)] for answer in answers]
+    """Return a row for each command: where it is, how it serves and is split, and what overlaps or prevents that."""
+    return [[*describe(answer.recipe), answer.how, _describe_outcome(answer)] for answer in answers]
 
 
 def describe(recipe: Recipe) -> tuple[str, str, str]:
@@ -104,9 +118,11 @@ def main() -> None:
     table = make_table(["what prevents splitting", "commands", "of prefill nodes", "by itself"], count(answers))
     split = sum(not answer.reasons for answer in answers)
     prefill = sum(answer.recipe.kv_role == "kv_producer" for answer in answers)
-    lines = [f"**{split} of {len(answers)}** commands would be split; {prefill} are prefill nodes.", "", *table]
+    compared = sum(bool(answer.compared) for answer in answers)
+    how = f"of {compared} the first steps would be compared; {prefill} of all are prefill nodes"
+    lines = [f"**{split} of {len(answers)}** commands would be split; {how}.", "", *table]
     tell_section(True, "recipes", COMMAND, lines, ROOT / "docs" / "ascend.md")
-    header = ["command", "ranks", "serves", "what overlaps, and the tests behind it; or what prevents splitting"]
+    header = ["command", "ranks", "serves", "how", "what overlaps, and the tests behind it; or what prevents splitting"]
     tell_section(True, "tutorials", COMMAND, make_table(header, list_commands(answers)), ROOT / "docs" / "recipes.md")
 
 
@@ -118,7 +134,7 @@ def _ask_aloud(recipe: Recipe) -> Answer:
 
 def _describe_outcome(answer: Answer) -> str:
     if answer.reasons:
-        return "unsplit: " + "; ".join(map(_shorten, answer.reasons))
+        return "; ".join(map(_shorten, answer.reasons))
     return f"{', '.join(answer.overlaps)}: {', '.join(f'`{proof}`' for proof in answer.proofs)}"
 
 

@@ -15,6 +15,7 @@ from tests.support.ascend.context_parallel import (
     ARRIVE,
     SHARED_OUT,
     answer_without,
+    check_micro_batches,
     derive_states,
     find_attentions,
     list_unsupported,
@@ -23,7 +24,7 @@ from tests.support.ascend.context_parallel import (
 from tests.support.ascend.drafts import assert_drafts_are_equal
 from tests.support.ascend.engines import FOUR, OPTIONS, PIPELINE, start
 from tests.support.ascend.equivalence import assert_data_parallel_prefills_are_close
-from tests.support.ascend.jobs import Prompts, answer, cut_at_boundaries, generate, make_prompts
+from tests.support.ascend.jobs import Prompts, answer, answer_in_nano_batches, cut_at_boundaries, generate, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.support.ascend.sparse_attention import (
@@ -64,9 +65,8 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> Non
     for npus in start(1, make_family(name, tmp_path, **(SHARING if name == GLM else {})), **SHARED_OUT):
         assert npus.run(find_attentions) == [{"AscendSFADSACPImpl"}]
         assert npus.run(list_unsupported, 1) == [[]]
-        (unsupported,) = npus.run(list_unsupported, 2)
         passed_on = "stages of a pipeline pass on which keys sparse attention has chosen"
-        assert unsupported == ([passed_on] if name == GLM else [])
+        assert npus.run(check_micro_batches, 2) == [passed_on if name == GLM else None]
         assert_decodes_are_equal(npus)
         assert_steps_are_equal(npus)
 
@@ -92,7 +92,10 @@ def test_stages_of_a_pipeline(name: str, tmp_path: Path) -> None:
 
 
 def test_vllm_ascends_own_stages_that_share_chosen_keys_are_wrong(tmp_path: Path) -> None:
-    """Each rank hands on the keys of its chunk of the tokens as if they were the same on all: so these run unsplit."""
+    """Each rank hands on the keys of its chunk of the tokens as if they were the same on all.
+
+    Nano-batches do not change that: attention has the chunks of the whole step.
+    """
     model, prompts = make_family(GLM, tmp_path, **SHARING), make_prompts(40, 30, 90)
     whole = {**SHARED_OUT, "additional_config": OPTIONS["additional_config"]}
     runs = (whole, {**whole, **PIPELINE}, SHARED_OUT, {**SHARED_OUT, **PIPELINE})
@@ -101,6 +104,10 @@ def test_vllm_ascends_own_stages_that_share_chosen_keys_are_wrong(tmp_path: Path
     )
     assert find_difference(one, two) == find_difference(one, chunks) == 0.0
     assert find_difference(one, stages) > 0.1
+    for npus in start(1, model, {**FOUR, "DBO_SPLIT": "auto"}, **SHARED_OUT, **PIPELINE):
+        ((nano, steps),) = npus.run(answer_in_nano_batches, [prompts], 1, 2)
+        assert min(steps) == 1, steps
+        assert find_difference(stages, nano) == 0.0
 
 
 @pytest.mark.parametrize("name", [V32, GLM])

@@ -56,10 +56,18 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
     assert ask(recipe).reasons == ()
     balanced = recipe._replace(model="a-w4a4", flags="eplb16")
     assert ask(balanced).reasons == (
-        "these quantized weights are not proven with vllm-ascend yet (W4A4_DYNAMIC; with DBO_CHECK=1 steps are split,"
-        " and each is compared with the unsplit one)",
+        "the MoE method cannot be decomposed (W4A4_DYNAMIC; known: W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC)",
         "not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",
     )
+
+
+@pytest.mark.slow
+def test_what_is_not_proven_is_split_and_compared() -> None:
+    (recipe,) = (each for each in RECIPES if (each.page, each.line) == ("DeepSeek-V3.1.md", "179"))
+    answer = ask(recipe)
+    assert answer.reasons == ()
+    assert answer.how == "first steps compared: quantized weights W4A4_DYNAMIC"
+    assert answer.proofs == ("test_first_steps.py",)
 
 
 @pytest.mark.slow
@@ -104,5 +112,7 @@ def test_a_command_that_would_be_split_has_the_tests_of_all_that_it_serves_with(
 def test_a_line_says_how_a_command_serves_and_what_becomes_of_it() -> None:
     recipe = next(each for each in RECIPES if (each.page, each.line) == ("DeepSeek-R1.md", "130"))
     split, unsplit = list_commands([Answer(recipe, (), ("all-reduces",), ("a.py",)), Answer(recipe, ("why (detail)",))])
-    assert split == ["DeepSeek-R1:130", "TP4 DP4 EP", "W8A8_DYNAMIC mtp", "all-reduces: `a.py`"]
-    assert unsplit[-1] == "unsplit: why"
+    assert split == ["DeepSeek-R1:130", "TP4 DP4 EP", "W8A8_DYNAMIC mtp", "proven", "all-reduces: `a.py`"]
+    assert unsplit[-2:] == ["unsplit", "why"]
+    compared = Answer(recipe, compared=("drafter dspark",), in_nano_batches=True, reasons=())
+    assert compared.how == "nano-batches, first steps compared: drafter dspark"

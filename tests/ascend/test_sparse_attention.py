@@ -15,11 +15,12 @@ import pytest
 from tests.support.ascend.drafts import assert_drafts_are_equal
 from tests.support.ascend.engines import PIPELINE, start
 from tests.support.ascend.equivalence import (
+    PROMPTS,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.support.ascend.jobs import answer, answer_in_chunks, find_planner, make_prompts
+from tests.support.ascend.jobs import answer, answer_in_chunks, answer_in_nano_batches, find_planner, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.support.ascend.options import GRAPHS
@@ -115,10 +116,17 @@ def test_stages_of_a_pipeline_are_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stages_that_share_chosen_keys_run_unsplit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for npus in start(1, make_family(GLM, tmp_path, **SHARING), **PIPELINE):
-        assert npus.run(get_statistics) == [[None, None]]
-    assert "stages of a pipeline pass on which keys sparse attention has chosen" in capfd.readouterr().err
+def test_stages_that_share_chosen_keys_have_nano_batches(tmp_path: Path) -> None:
+    """The second stage begins with the keys that the first has chosen, also where a step runs a second time."""
+    for npus in start(1, make_family(GLM, tmp_path, **SHARING), {"DBO_SPLIT": "auto"}, **PIPELINE):
+        ((unsplit, _),) = npus.run(answer, [PROMPTS], 4)
+        for check in ("0", "1"):
+            ((nano, steps),) = npus.run(answer_in_nano_batches, [PROMPTS], 4, 2, check)
+            assert min(steps) == 4, steps
+            assert find_difference(unsplit, nano) == 0.0
+        ((_, counts),) = npus.run(answer, [PROMPTS], 1, [], DBO_SPLIT="micro")
+        reason = "stages of a pipeline pass on which keys sparse attention has chosen"
+        assert counts == [{"split": 0, "declined": {reason: 1}}] * 2
 
 
 @pytest.mark.slow
@@ -140,10 +148,6 @@ def _find_preparation(worker: Any) -> set[str]:
     modules = worker.model_runner.get_model().modules()
     attentions = [impl for impl in (getattr(module, "impl", None) for module in modules) if hasattr(impl, "W_UK_T")]
     return {attention.preprocess_type.name for attention in attentions}
-
-
-def get_statistics(engine: Engine, rank: int) -> list[Any]:
-    return engine.statistics()
 
 
 def count_tables(engine: Engine, rank: int) -> list[int]:

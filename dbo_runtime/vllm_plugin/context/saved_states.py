@@ -1,12 +1,13 @@
 """Data that a step reads and overwrites, saved so that the step can run a second time.
 
 A cache written by slot has the same contents after a second run. A state of linear attention, or a ring of the latest
-tokens, is read and then overwritten, so a second run would start from the contents that the first has left.
+tokens, is read and then overwritten, so a second run would start from the contents that the first has left. So are
+rows of a buffer that were received from the stage before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +27,11 @@ class SavedStates:
 
     Args:
         context: the step's forward context, before it runs. A dummy batch has nothing to save.
+        received: tensors that hold what the stage before has sent, and that the step's layers may overwrite.
     """
 
-    def __init__(self, context: ForwardContext) -> None:
+    def __init__(self, context: ForwardContext, received: Iterable[torch.Tensor] = ()) -> None:
+        self._received = [(tensor, tensor.clone()) for tensor in received]
         self._saved = [
             SavedRows(list_caches(context.no_compile_layers, source.layer_names), blocks)
             for source, blocks in _list_changed(context)
@@ -38,6 +41,8 @@ class SavedStates:
         """Write the saved contents back. Call this before each further run of the step."""
         for each in self._saved:
             each.restore()
+        for tensor, saved in self._received:
+            tensor.copy_(saved)
 
 
 def _list_changed(context: ForwardContext) -> Iterator[tuple[MetadataSource, torch.Tensor]]:

@@ -53,7 +53,8 @@ class RankContext:
 
 def make_rank_context(model: torch.nn.Module, vllm_config: VllmConfig, config: RuntimeConfig) -> RankContext:
     """Return the context of the rank that serves *model*. Collective over all ranks, because they count their hosts."""
-    platform, groups, stage = get_platform(), vllm_groups.get_groups(vllm_config), get_stage(model, vllm_config)
+    platform, groups = get_platform(), vllm_groups.get_groups(vllm_config)
+    stage = get_stage(model, vllm_config, platform.find_stage_buffers(model))
     if vllm_config.speculative_config is not None:
         stage = replace(stage, auxiliary=tuple(map(name_auxiliary, get_auxiliary_layers(model))))
     log = open_log(quiet=groups.all_ranks.rank_in_group > 0)

@@ -18,6 +18,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.api.groups import get_pipeline_group, get_stage_layers
 from dbo_runtime.vllm_plugin.parallel.agreement import gather
+from dbo_runtime.vllm_plugin.platforms.platform import NO_BUFFERS, StageBuffers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,7 @@ class Stage:
         layers: the layers on this stage.
         handed: names of the tensors that each stage sends to the next one [tokens, hidden].
         auxiliary: names of the hidden states [tokens, hidden] that the last stage returns for a drafter, in order.
+        buffers: buffers of the model whose rows are handed on as well, past the program.
     """
 
     number: int = 0
@@ -47,6 +49,7 @@ class Stage:
     layers: range = range(0)
     handed: tuple[str, ...] = (HIDDEN,)
     auxiliary: tuple[str, ...] = ()
+    buffers: StageBuffers = NO_BUFFERS
 
     @property
     def name(self) -> str | None:
@@ -85,7 +88,7 @@ class Stage:
         if given is None and self.is_first:
             return None
         sizes = {} if given is None else {name: tensor.shape[0] for name, tensor in given.tensors.items()}
-        if sizes.keys() != (set() if self.is_first else {*self.handed}):
+        if sizes.keys() != (set() if self.is_first else {*self.handed, *self.buffers.received}):
             return Decline("unknown intermediate tensors", _list(sizes) or "none")
         if any(size != tokens for size in sizes.values()):
             return Decline("intermediate tensors of other tokens", f"{sizes}, {tokens} tokens")
@@ -97,7 +100,8 @@ class Stage:
         if self.is_last:
             return (joined[0], joined[1:]) if self.auxiliary else joined[0]
         named = (name for name in program.named if name != KEPT)
-        return IntermediateTensors(dict(zip((HIDDEN, *named), joined, strict=True)))
+        sent = {name: buffer[: joined[0].shape[0]] for name, buffer in self.buffers.sent.items()}
+        return IntermediateTensors({**dict(zip((HIDDEN, *named), joined, strict=True)), **sent})
 
 
 WHOLE_MODEL = Stage()
@@ -113,15 +117,16 @@ def take_kept(
     return [[*each[:number], *each[number + 1 :]] for each in outputs], [each[number] for each in outputs]
 
 
-def get_stage(model: SupportsPP, vllm_config: VllmConfig) -> Stage:
-    """Return the stage of a loaded model on this rank."""
+def get_stage(model: SupportsPP, vllm_config: VllmConfig, buffers: StageBuffers = NO_BUFFERS) -> Stage:
+    """Return the stage of a loaded model on this rank; *buffers* are those whose rows are handed on."""
     group = get_pipeline_group()
     if group.world_size == 1:
         return WHOLE_MODEL
     dtype, device = vllm_config.model_config.dtype, torch.device("cpu")
     empty = model.make_empty_intermediate_tensors(batch_size=1, dtype=dtype, device=device)
     layers = get_stage_layers(vllm_config, group.rank_in_group, group.world_size)
-    return Stage(group.rank_in_group, group.world_size, layers, tuple(empty.tensors))
+    handed = tuple(name for name in empty.tensors if name not in buffers.received)
+    return Stage(group.rank_in_group, group.world_size, layers, handed, buffers=buffers)
 
 
 def any_stage(own: bool) -> bool:

@@ -12,7 +12,7 @@ from dbo_runtime.devices import Device, open_device
 from dbo_runtime.ir.op import SIDE
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND, PROVEN_ON_ASCEND, Proven
-from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.platforms.platform import Platform, StageBuffers
 
 if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     import torch
@@ -84,6 +84,18 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 
         return list_unproven(vllm_config, _find_proven())
+
+    def check_micro_batches(self, vllm_config: VllmConfig) -> Decline | None:
+        """Return why steps are cut into nano-batches only, or None."""
+        from dbo_runtime.vllm_plugin.platforms.npu_indices import check_stages
+
+        return super().check_micro_batches(vllm_config) or check_stages(vllm_config)
+
+    def find_stage_buffers(self, model: torch.nn.Module) -> StageBuffers:
+        """Return the buffer of keys chosen by sparse attention, where stages hand on its rows."""
+        from dbo_runtime.vllm_plugin.platforms.npu_indices import find_stage_buffers
+
+        return find_stage_buffers(model)
 
     def check_encoder(self, encoder: str) -> Decline | None:
         """Return why a vision encoder of this class is not split unless compared, or None if it was compared here."""

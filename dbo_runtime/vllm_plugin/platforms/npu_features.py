@@ -12,7 +12,6 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
-from dbo_runtime.vllm_plugin.platforms.npu_indices import check_stages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -159,10 +158,7 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
         (shards_cache and in_pipeline, "decode context parallel in a pipeline"),
         (config.kvpp_config.size > 1, "KV cache pipelines (kvpp_config)"),
     )
-    yield from _decline_used(features)
-    passed_on = check_stages(vllm_config)
-    if passed_on is not None:
-        yield passed_on
+    return _decline_used(features)
 
 
 def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:

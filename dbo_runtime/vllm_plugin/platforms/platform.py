@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
@@ -32,6 +33,21 @@ COMPARE = "with DBO_CHECK=1 steps are split, and each is compared with the unspl
 def tell_to_compare(unproven: Decline) -> Decline:
     """Return a decline that also tells how to split anyway, by comparing every step."""
     return Decline(unproven.reason, f"{unproven.detail}; {COMPARE}" if unproven.detail else COMPARE)
+
+
+class StageBuffers(NamedTuple):
+    """Buffers of a model whose first rows stages of a pipeline hand on, beside the results of the forward.
+
+    Attributes:
+        received: buffers that hold rows of the stage before when a step begins, by name.
+        sent: buffers whose rows go to the next stage when a step ends, by name.
+    """
+
+    received: Mapping[str, torch.Tensor] = MappingProxyType({})
+    sent: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+NO_BUFFERS = StageBuffers()
 
 
 class Platform:
@@ -160,6 +176,10 @@ class Platform:
 
         The model's results do not change. Idempotent.
         """
+
+    def find_stage_buffers(self, model: torch.nn.Module) -> StageBuffers:
+        """Return the buffers of a loaded model whose rows stages of its pipeline hand on."""
+        return NO_BUFFERS
 
     def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
         """Return the linear layer whose `reduce_results` decides whether a module of these *parts* reduces its results.

@@ -150,7 +150,8 @@ class SplitForward:
 
     def _save(self, arguments: StepArguments) -> Repetition:
         """Save everything that is needed to run the step again."""
-        return Repetition(self._forward, arguments, SavedStates(get_forward_context()), self.decider.platform)
+        states = SavedStates(get_forward_context(), self.runner.list_received(arguments.tokens))
+        return Repetition(self._forward, arguments, states, self.decider.platform)
 
     def _restore_forward(self) -> Decline | None:
         """Give the model its own forward back if no further step is split, and return why it is not.

@@ -60,6 +60,10 @@ class ModelEnds:
         """Whether a step can run again: the model keeps no data for its next forward, or they can be given back."""
         return self._take_inputs is None or self._give_inputs is not None
 
+    def list_received(self, tokens: int) -> list[torch.Tensor]:
+        """Return the rows of the model's buffers that hold what the stage before has sent for *tokens* tokens."""
+        return [buffer[:tokens] for buffer in self._stage.buffers.received.values()]
+
     def check(self, arguments: StepArguments) -> Decline | None:
         """Return why a program cannot take these arguments; None if it can."""
         tensors, tokens = arguments.intermediate_tensors, arguments.tokens

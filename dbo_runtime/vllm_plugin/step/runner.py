@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
+import torch
 from vllm import forward_context
 from vllm.forward_context import ForwardContext, get_forward_context
 
@@ -46,6 +47,10 @@ class StepRunner:
         if unsupported is None and self._lora is not None:
             unsupported = self._lora.check(arguments.tokens)
         return unsupported
+
+    def list_received(self, tokens: int) -> list[torch.Tensor]:
+        """Return the rows of the model's buffers that hold what the stage before has sent for *tokens* tokens."""
+        return self._ends.list_received(tokens)
 
     def run(
         self,

@@ -75,6 +75,15 @@ def test_blocks_that_a_step_changes_in_place_are_restored(
     assert find_restored(make_step(spec, queries, lengths, table)) == restored
 
 
+def test_rows_that_were_received_from_the_stage_before_are_restored() -> None:
+    buffer = torch.arange(8)
+    states = SavedStates(SimpleNamespace(attn_metadata=None), [buffer[:3]])  # type: ignore[arg-type]
+    for _ in range(2):
+        buffer.add_(10)
+        states.restore()
+    assert buffer.tolist() == [0, 1, 2, 23, 24, 25, 26, 27]
+
+
 def test_a_dummy_batch_has_no_states() -> None:
     for metadata in (None, {}):
         SavedStates(SimpleNamespace(attn_metadata=metadata)).restore()  # type: ignore[arg-type] - all that is read

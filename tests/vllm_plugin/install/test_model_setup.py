@@ -95,6 +95,7 @@ def make_context_of_pair(monkeypatch: pytest.MonkeyPatch, host: str, config: Run
     """Return the context of one of two ranks, the other of which is on *host*; *methods* are the platform's."""
     groups = Groups(Pair, None, Pair)  # type: ignore[arg-type]
     platform = {"get_transport": lambda *_: "network", "check_support": lambda _: None}
+    platform |= {"find_stage_buffers": lambda _: None}
     platform |= {"list_compared": lambda _: iter(["a drafter"]), **methods}
     monkeypatch.setattr(rank_context.vllm_groups, "get_groups", lambda _: groups)
     monkeypatch.setattr(rank_context.vllm_groups, "get_host", lambda: "10.0.0.1")

@@ -24,7 +24,7 @@ from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL, Stage, get_stage
-from dbo_runtime.vllm_plugin.platforms.platform import Platform
+from dbo_runtime.vllm_plugin.platforms.platform import Platform, StageBuffers
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
@@ -277,6 +277,25 @@ def test_the_stage_is_found_with_its_layers_and_the_tensors_that_it_sends(monkey
         stage = get_stage(Empty(), make_config())
         assert stage == Stage(rank, 3, layers, HANDED)
         assert (stage.name, stage.describe()) == (f"pp{rank}", {"pipeline": 3, "stage": rank})
+
+
+def test_rows_of_a_buffer_are_handed_on_past_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(world_size=3, rank_in_group=1)
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: group)
+    buffer = torch.arange(8.0)[:, None]
+    received, *others = HANDED  # as if the first came into a buffer
+    stage = get_stage(Empty(), make_config(), StageBuffers({received: buffer}, {"keys": buffer}))
+    assert stage.handed == tuple(others)
+    given = IntermediateTensors({name: torch.zeros(3, 4) for name in HANDED})
+    assert stage.check_inputs(given, 3) is None
+    del given.tensors[received]
+    missing = stage.check_inputs(given, 3)
+    assert missing is not None
+    assert missing.reason == "unknown intermediate tensors"
+    program = SimpleNamespace(named=())
+    joined = stage.join(program, [[torch.zeros(2, 4)], [torch.zeros(1, 4)]])  # type: ignore[arg-type] - all it reads
+    assert isinstance(joined, IntermediateTensors)
+    assert torch.equal(joined["keys"], buffer[:3])
 
 
 def test_without_a_pipeline_the_stage_is_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:

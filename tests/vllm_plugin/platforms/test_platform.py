@@ -171,6 +171,7 @@ def test_drafters_that_nothing_has_run_have_nano_batches_only(
 ) -> None:
     served = make_served("DeepseekV4ForCausalLM", None, drafter=drafter)
     served.speculative_config.parallel_drafting = parallel
+    served.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
     found = get_platform(platform).check_micro_batches(served)
     assert (found and found.reason) == reason
 
