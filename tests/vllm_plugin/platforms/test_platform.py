@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
@@ -17,6 +18,7 @@ from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.platforms import cuda, npu
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
 from dbo_runtime.vllm_plugin.platforms.npu_features import check_experts
+from dbo_runtime.vllm_plugin.platforms.platform import NO_BUFFERS
 from dbo_runtime.vllm_plugin.platforms.registry import PLATFORMS, get_platform
 
 PLUGIN = Path(__file__).parents[3] / "dbo_runtime" / "vllm_plugin"
@@ -174,6 +176,17 @@ def test_drafters_that_nothing_has_run_have_nano_batches_only(
     served.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
     found = get_platform(platform).check_micro_batches(served)
     assert (found and found.reason) == reason
+
+
+@pytest.mark.parametrize(("receives", "sends"), [(False, True), (True, False), (False, False)])
+def test_a_stage_hands_on_chosen_keys_as_vllm_ascend_says(receives: bool, sends: bool) -> None:
+    decoder, model = torch.nn.Module(), torch.nn.Module()
+    decoder.topk_indices_buffer = torch.zeros(4, 1)  # type: ignore[assignment]  # no parameter, as there
+    decoder.receive_pp_topk_indices, decoder.send_pp_topk_indices = receives, sends  # type: ignore[assignment]
+    model.model = decoder
+    found = get_platform("npu").find_stage_buffers(model)
+    assert (bool(found.received), bool(found.sent)) == (receives, sends)
+    assert get_platform("npu").find_stage_buffers(torch.nn.Module()) == NO_BUFFERS
 
 
 @pytest.mark.parametrize(
