@@ -40,6 +40,16 @@ def list_unsupported(engine: Engine, rank: int, stages: int) -> list[str]:
         return [str(decline) for decline in get_platform().list_unsupported(config)]
 
 
+def check_micro_batches(engine: Engine, rank: int, stages: int) -> str | None:
+    """Return why the model would have nano-batches only if it were a pipeline of so many stages."""
+    from dbo_runtime.vllm_plugin.platforms.registry import get_platform
+
+    config = engine.llm.llm_engine.vllm_config
+    with patch.object(config.parallel_config, "pipeline_parallel_size", stages):
+        found = get_platform().check_micro_batches(config)
+    return None if found is None else str(found)
+
+
 def share_builders() -> AbstractContextManager[Any]:
     """Let one builder, which keeps each rank's lengths in buffers of its own, build for all micro-batches."""
     from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
@@ -17,6 +18,7 @@ from dbo_runtime.vllm_plugin.api.groups import Groups
 from dbo_runtime.vllm_plugin.platforms import cuda, npu
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
 from dbo_runtime.vllm_plugin.platforms.npu_features import check_experts
+from dbo_runtime.vllm_plugin.platforms.platform import NO_BUFFERS
 from dbo_runtime.vllm_plugin.platforms.registry import PLATFORMS, get_platform
 
 PLUGIN = Path(__file__).parents[3] / "dbo_runtime" / "vllm_plugin"
@@ -155,6 +157,17 @@ def test_caches_are_proven_by_type_and_by_what_is_in_them(
 def test_drafters_are_proven_by_name(drafter: str, is_proven: bool) -> None:
     served = make_served("DeepseekV3ForCausalLM", None, drafter=drafter)
     assert list_compared(served) == ([] if is_proven else [f"drafter {drafter}"])
+
+
+@pytest.mark.parametrize(("receives", "sends"), [(False, True), (True, False), (False, False)])
+def test_a_stage_hands_on_chosen_keys_as_vllm_ascend_says(receives: bool, sends: bool) -> None:
+    decoder, model = torch.nn.Module(), torch.nn.Module()
+    decoder.topk_indices_buffer = torch.zeros(4, 1)  # type: ignore[assignment]  # no parameter, as there
+    decoder.receive_pp_topk_indices, decoder.send_pp_topk_indices = receives, sends  # type: ignore[assignment]
+    model.model = decoder
+    found = get_platform("npu").find_stage_buffers(model)
+    assert (bool(found.received), bool(found.sent)) == (receives, sends)
+    assert get_platform("npu").find_stage_buffers(torch.nn.Module()) == NO_BUFFERS
 
 
 @pytest.mark.parametrize(
