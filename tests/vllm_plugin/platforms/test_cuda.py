@@ -195,7 +195,7 @@ def test_first_steps_are_compared_on_a_gpu_with_tested_versions_too(
     platform: str, compared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dbo_runtime.vllm_plugin.install.model_setup.is_tested", lambda: True)
-    rank: Any = SimpleNamespace(platform=get_platform(platform), log=None)
+    rank: Any = SimpleNamespace(platform=get_platform(platform), unproven=(), log=None)
     assert (_make_first_steps(rank) is not None) == compared
 
 
