@@ -73,6 +73,9 @@ class CudaPlatform(Platform):
     def list_unproven(self, vllm_config: VllmConfig) -> Iterator[Decline]:
         """Yield the model runner or the attention backends whose steps no GPU has compared.
 
+        Attention that is not cut does not meet what differs between the runners, so there nano-batches need the
+        evidence of either runner only.
+
         AMD GPUs also have vLLM's device type `cuda`, and some of their backends have the same names but other kernels.
         """
         from vllm.platforms import current_platform
@@ -82,10 +85,12 @@ class CudaPlatform(Platform):
         if current_platform.is_rocm():
             yield Decline("not proven on AMD's GPUs yet")
             return
-        runner = SECOND if uses_second_runner(vllm_config) else FIRST
-        proven = {each.backend for each in read_evidence() if (each.vllm, each.runner) == (_find_release(), runner)}
+        runner, other = (SECOND, FIRST) if uses_second_runner(vllm_config) else (FIRST, SECOND)
+        proven, of_other = _list_backends(runner), _list_backends(other)
         if not proven:
-            yield Decline(f"vLLM's {runner} model runner is not proven on 'cuda' yet")
+            yield Decline(f"vLLM's {runner} model runner is not proven on 'cuda' yet", only_micro=bool(of_other))
+            proven = of_other
+        if not proven:
             return
         for backend in sorted(_name_backends(vllm_config) - proven):
             yield Decline(
@@ -119,6 +124,11 @@ class CudaPlatform(Platform):
             yield f"vLLM chooses the attention backend when it loads the model; those that are split: {names}"
         if vllm_config.model_config.multimodal_config is not None:
             yield "vision encoders are split with DBO_CHECK=1 only: no GPU has run one yet"
+
+
+def _list_backends(runner: str) -> set[str]:
+    """Return the attention backends that a GPU has compared with this model runner of the installed vLLM."""
+    return {each.backend for each in read_evidence() if (each.vllm, each.runner) == (_find_release(), runner)}
 
 
 def _find_release() -> str | None:

@@ -89,6 +89,9 @@ def test_without_evidence_no_release_is_split(installed: str, monkeypatch: pytes
     assert said.startswith(f"{UNSPLIT} (with DBO_CHECK=1")
 
 
+OTHER_RUNNER = Decline("vLLM's second model runner is not proven on 'cuda' yet", only_micro=True)
+
+
 @pytest.mark.usefixtures("_evidence")
 @pytest.mark.parametrize(
     ("config", "expected"),
@@ -104,9 +107,16 @@ def test_without_evidence_no_release_is_split(installed: str, monkeypatch: pytes
             make_config(asked="FLASHINFER"),
             [Decline("attention backend not proven on 'cuda' yet", "FLASHINFER; proven: FLASH_ATTN, FLASH_ATTN_MLA")],
         ),
-        (make_config("FLASH_ATTN", second=True), [Decline("vLLM's second model runner is not proven on 'cuda' yet")]),
+        (make_config("FLASH_ATTN", second=True), [OTHER_RUNNER]),
+        (
+            make_config("GDN_ATTN", second=True),
+            [
+                OTHER_RUNNER,
+                Decline("attention backend not proven on 'cuda' yet", "GDN_ATTN; proven: FLASH_ATTN, FLASH_ATTN_MLA"),
+            ],
+        ),
     ],
-    ids=["proven", "loaded", "unknown", "another backend", "asked for", "another runner"],
+    ids=["proven", "loaded", "unknown", "another backend", "asked for", "another runner", "neither"],
 )
 def test_a_runner_and_a_backend_are_split_that_a_gpu_has_compared_together(
     config: Any, expected: list[Decline], monkeypatch: pytest.MonkeyPatch
