@@ -34,7 +34,7 @@ def run_probe(subject: str, environ: Mapping[str, str], *arguments: str, **varia
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s", "is_silent": True}
     answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    facts: dict[str, Any] = _read_facts(answers[-1]) if answers else {"error": _describe_end(done), "is_silent": True}
+    facts = _read_facts(answers[-1]) if answers else _describe_silence(done)
     if "error" in facts:
         facts["error"] = _shorten(facts["error"])
     return facts
@@ -46,6 +46,10 @@ def _read_facts(answer: str) -> dict[str, Any]:
     except ConfigError as error:
         return {"error": f"its answer cannot be read: {error}"}
     return facts if isinstance(facts, dict) else {"error": f"its answer is {reprlib.repr(facts)}"}
+
+
+def _describe_silence(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return {"error": _describe_end(done), "is_silent": True}
 
 
 def _describe_end(done: subprocess.CompletedProcess[str]) -> str:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.interfaces_base import VllmModel
 
+SUMS_NOTHING = Decline("one rank sums nothing, so there is nothing to stop its forward at")
 COUNTING_TOKENS = 2  # tokens of the run that counts all-reduces
 OTHER_COLLECTIVES = (
     "all_gather",
@@ -63,7 +64,7 @@ class GenericAdapter:
     def decline(self, model: VllmModel) -> Decline | None:
         """Decline a model whose forward cannot be stopped at all-reduces."""
         if self._group.world_size == 1:
-            return Decline("one rank sums nothing, so there is nothing to stop its forward at")
+            return SUMS_NOTHING
         if not hasattr(model, "embed_input_ids"):
             return Decline("it does not embed tokens outside its forward")
         if find_spec("greenlet") is None:

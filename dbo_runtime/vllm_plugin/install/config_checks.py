@@ -60,6 +60,10 @@ def list_declines(
         yield adapter
     if adapter is None and not config.generic:
         yield Decline("no adapter is registered", f"{vllm_config.model_config.architecture}; {INSTRUCTIONS}")
+    if adapter is None and config.generic and vllm_config.parallel_config.tensor_parallel_size == 1:
+        from dbo_runtime.vllm_plugin.alternatives.generic import SUMS_NOTHING  # for few servers
+
+        yield SUMS_NOTHING
     yield from list_unsupported(vllm_config)
     if vllm_config.lora_config is not None:
         settings = {"DBO_COMPILE": config.compile, "DBO_GENERIC": adapter is None and config.generic}

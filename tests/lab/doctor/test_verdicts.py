@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.support.vllm.verdicts import DATA_PARALLEL, examine_here, find_port, start_engine
 
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.cost_file import save_costs
+from tests.support.ports import find_free_ports
 from tests.support.vllm.engines import TINY, Engines
 from tests.support.vllm.families import find_backend, make_family
 from tests.support.vllm.server import OPTIONS, serve
+from tests.support.vllm.verdicts import DATA_PARALLEL, examine_here, start_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -51,7 +52,8 @@ DEEPSEEK = [
     (f"{TENSOR} {DRAFTS}", ALWAYS, ACTIVE),
     (f"{TENSOR} --enable-lora", ALWAYS, MIXTURE),
     (f"{TENSOR} --enable-return-routed-experts", ALWAYS, "not supported yet: returning the routed experts"),
-    (f"{TENSOR} {CONNECTOR}", ALWAYS, UNKNOWN),
+    (f"{TENSOR} {CONNECTOR}", ALWAYS, ACTIVE),  # in nano-batches
+    (f"{TENSOR} {CONNECTOR}", f"{ALWAYS} DBO_SPLIT=micro", UNKNOWN),
     (f"{TENSOR} {CONNECTOR}", f"{ALWAYS} DBO_KV_CONNECTORS=LayerRecorder", ACTIVE),
     (STAGES, "", ALONE),
     (STAGES, OFF, "DBO_MODE is off"),
@@ -65,7 +67,7 @@ DENSE = [
     ("LlamaForCausalLM", STAGES, ALWAYS, ACTIVE),
     ("GraniteForCausalLM", TENSOR, ALWAYS, "no adapter is registered"),
     ("GraniteForCausalLM", TENSOR, f"{ALWAYS} DBO_GENERIC=1", ACTIVE),
-    ("GraniteForCausalLM", STAGES, f"{ALWAYS} DBO_GENERIC=1", "no communication"),
+    ("GraniteForCausalLM", STAGES, f"{ALWAYS} DBO_GENERIC=1", "one rank sums nothing"),
 ]
 
 
@@ -113,7 +115,7 @@ def compare_engine(
     words = (str(model), *OPTIONS, f"--attention-backend={backend}", *layout)
     (found,) = engines.run(1, examine_here, words, settings)
     ranks = 2 if DATA_PARALLEL in layout else 1
-    engines.run(ranks, start_engine, words, settings, find_port(), log)
+    engines.run(ranks, start_engine, words, settings, find_free_ports(), log)
     told = "\n".join(text for _, text in found)
     has_failed = any(state == "fail" for state, _ in found)
     assert has_failed is (reason != ACTIVE), told

@@ -13,6 +13,7 @@ def make_config(**changes: Any) -> SimpleNamespace:
     """Return the part of a VllmConfig that is looked at, with no feature in use but *changes*."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(
+            tensor_parallel_size=2,
             pipeline_parallel_size=1,
             enable_elastic_ep=False,
             enable_eplb=False,

@@ -17,6 +17,7 @@ from dbo_models.dense import DenseAdapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.lab.doctor.finding import Finding
 from dbo_runtime.lab.doctor.serve_command import ServeCommand, check_serve_command
+from dbo_runtime.vllm_plugin.alternatives.generic import SUMS_NOTHING
 from dbo_runtime.vllm_plugin.install.config_checks import list_declines
 from tests.support.vllm.configs import LORA, make_config
 
@@ -74,6 +75,8 @@ def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> No
         ({"lora_config": LORA}, RuntimeConfig(compile=True), True, "not supported yet: LoRA with DBO_COMPILE=1"),
         ({"lora_config": LORA}, RuntimeConfig(generic=True), True, None),
         ({"lora_config": LORA}, RuntimeConfig(generic=True), False, "not supported yet: LoRA with DBO_GENERIC=1"),
+        ({"tensor_parallel_size": 1}, RuntimeConfig(generic=True), True, None),
+        ({"tensor_parallel_size": 1}, RuntimeConfig(generic=True), False, SUMS_NOTHING.reason),
     ],
 )
 def test_some_features_depend_on_settings(
