@@ -20,7 +20,14 @@ from tests.support.ascend.equivalence import (
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
 )
-from tests.support.ascend.jobs import answer, answer_in_chunks, answer_in_nano_batches, find_planner, make_prompts
+from tests.support.ascend.jobs import (
+    answer,
+    answer_in_chunks,
+    answer_in_micro_batches,
+    answer_in_nano_batches,
+    find_planner,
+    make_prompts,
+)
 from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.support.ascend.options import GRAPHS
@@ -124,7 +131,7 @@ def test_stages_that_share_chosen_keys_have_nano_batches(tmp_path: Path) -> None
             ((nano, steps),) = npus.run(answer_in_nano_batches, [PROMPTS], 4, 2, check)
             assert min(steps) == 4, steps
             assert find_difference(unsplit, nano) == 0.0
-        ((_, counts),) = npus.run(answer, [PROMPTS], 1, [], DBO_SPLIT="micro")
+        ((_, counts),) = npus.run(answer_in_micro_batches, [PROMPTS], 1)
         reason = "stages of a pipeline pass on which keys sparse attention has chosen"
         assert counts == [{"split": 0, "declined": {reason: 1}}] * 2
 

@@ -47,6 +47,13 @@ def answer_in_nano_batches(
     return found, [after["nano"] - early["nano"] for after, early in zip(engine.statistics(), before, strict=True)]
 
 
+def answer_in_micro_batches(
+    engine: Engine, rank: int, prompts: Sequence[Prompts], tokens: int
+) -> tuple[list[Answer], list[dict[str, Any]]]:
+    """Return this rank's answers in micro-batches, wherever settings cut, and what was counted on each worker."""
+    return answer(engine, rank, prompts, tokens, [], DBO_SPLIT="micro")
+
+
 def answer_watched(
     engine: Engine, rank: int, prompts: Sequence[Prompts], tokens: int, cuts: Sequence[Any]
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
