@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from dbo_models.collectives import record_gather
@@ -64,9 +65,9 @@ class DeepseekV4Adapter:
             with p.layer(index):
                 streams = recorder.record_layer(layer, streams)
                 if index + 1 in decoder.aux_hidden_state_layers:
-                    averaged = p.compute("auxiliary", _average, streams, token_wise=token_wise)
-                    auxiliary = record_gather(p, "auxiliary_gather", collectives, averaged, tokens, token_wise)
-                    p.output(name_auxiliary(index + 1), auxiliary)
+                    mean = p.compute("auxiliary", methodcaller("mean", dim=1), streams, token_wise=token_wise)
+                    mean = record_gather(p, "auxiliary_gather", collectives, mean, tokens, token_wise)
+                    p.output(name_auxiliary(index + 1), mean)
         streams = record_gather(p, "final_gather", collectives, streams, tokens, token_wise)
         if decoder._needs_mtp_hidden_states:
             p.output(KEPT, streams)
@@ -90,11 +91,6 @@ class DeepseekV4Adapter:
 
 def _make_streams(count: int, x: Any) -> Any:
     return x.unsqueeze(1).repeat(1, count, 1)
-
-
-def _average(streams: Any) -> Any:
-    """Return what a drafter reads between layers: [tokens, streams, hidden] -> [tokens, hidden]."""
-    return streams.mean(dim=1)
 
 
 def _finish(decoder: Any, streams: Any) -> Any:

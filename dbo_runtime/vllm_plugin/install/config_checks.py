@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dbo_runtime.adapters.contract import ModelAdapter, StageAdapter, name_adapter
@@ -49,6 +50,15 @@ def list_declines(
         adapter: the model's adapter, from `choose_adapter`; None if none is registered, which is no reason with
             DBO_GENERIC=1.
     """
+    for decline in _list_all(vllm_config, config, adapter):
+        has_nano = decline.only_micro and adapter is not None and get_platform().cuts_ops(vllm_config)
+        yield replace(decline, only_micro=has_nano)
+
+
+def _list_all(
+    vllm_config: VllmConfig, config: RuntimeConfig, adapter: ModelAdapter | Decline | None
+) -> Iterator[Decline]:
+    """Yield the reasons as if the ops of every model could be cut into nano-batches."""
     platform = get_platform()
     unsupported = platform.check_support(config)
     if unsupported is not None:

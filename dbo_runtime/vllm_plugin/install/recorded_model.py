@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dbo_runtime.adapters.contract import ModelAdapter, record_program
 from dbo_runtime.adapters.registry import get_adapter
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.op import COMM
 from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.alternatives.generic import GenericAdapter
 from dbo_runtime.vllm_plugin.context.lora_mapping import make_lora_mapping
@@ -64,7 +65,7 @@ def record_model(
     if isinstance(program, Decline):
         return program
     no_micro = next(iter(declines), None)
-    is_whole = no_micro is not None and not any(op.token_wise for op in program.ops)
+    is_whole = no_micro is not None and not any(op.token_wise and op.lane == COMM for op in program.ops)
     decline = no_micro if is_whole else rank.stage.check_program(program)
     if decline is not None:
         return decline

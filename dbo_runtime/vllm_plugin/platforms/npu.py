@@ -83,6 +83,12 @@ class NpuPlatform(Platform):
 
         return list_unproven(vllm_config, _find_proven())
 
+    def cuts_ops(self, vllm_config: VllmConfig) -> bool:
+        """Return False if attention takes a chunk of the step's tokens, which no chunks of nano-batches make up."""
+        from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
+
+        return vllm_config.model_config.architecture != "DeepseekV4ForCausalLM" or not shares_out_tokens()
+
     def find_stage_buffers(self, model: torch.nn.Module) -> StageBuffers:
         """Return the buffer of keys chosen by sparse attention, where stages hand on its rows."""
         from dbo_runtime.vllm_plugin.platforms.npu_indices import find_stage_buffers

@@ -134,6 +134,10 @@ class Platform:
         """
         return iter(())
 
+    def cuts_ops(self, vllm_config: VllmConfig) -> bool:
+        """Return whether ops of a model can be cut into nano-batches, as far as that is known before it is loaded."""
+        return True
+
     def check_encoder(self, encoder: str) -> Decline | None:
         """Return why a vision encoder of this class is not split on this platform unless compared, or None."""
         return None

@@ -96,8 +96,8 @@ class StepDecider:
         return own
 
     def limit(self, config: RuntimeConfig) -> RuntimeConfig:
-        """Return these settings, without micro-batches if the model has none."""
-        return config if self.no_micro is None else replace(config, split="nano")
+        """Return these settings; if the model has no micro-batches, nano-batches are all that `auto` can choose."""
+        return replace(config, split="nano") if self.no_micro is not None and config.split == "auto" else config
 
     @property
     def sizes_and_capacities(self) -> dict[str, tuple[int, int]]:
@@ -186,6 +186,8 @@ class StepDecider:
     def _decide_cut(self, step: ServedStep) -> StepDecision:
         """Decide whether to cut a served step into micro-batches or nano-batches, as the settings ask for."""
         parts = self.runtime.config.split
+        if self.no_micro is not None and parts == "micro":
+            return decline(self.no_micro)
         is_chosen = self.choose_cuts is not None or self.choose_sizes is not None
         can_be_read = self.no_micro is None or not is_chosen  # what is chosen are micro-batches
         is_read = can_be_read and (parts != "nano" or self.runtime.planner is not None)

@@ -60,13 +60,13 @@ def test_a_connector_that_is_not_known_is_told_what_an_unsplit_step_tells_it(eng
 
 
 def test_a_drafter_that_is_not_known_drafts_and_is_verified_alike(engines: Engines) -> None:
-    """Its method does not matter to the model's own forward. Micro-batches, if asked for later, do not come back."""
+    """Its method does not matter to the model's own forward."""
     extension = "tests.support.vllm.unknown_drafters.Extension"
     with engines.start(1, "nobind", TINY, worker_extension_cls=extension, **draft_by_mtp(2)) as engine:
         engine.configure(DBO_MODE="off")
         with count_drafts(engine) as drafts:
             unsplit = engine.generate([*DRAFTED, *TASKS], 8, ARRIVE)
-        engine.configure(DBO_MODE="always", DBO_SPLIT="micro")
+        engine.configure(DBO_MODE="always")
         with count_drafts(engine) as own:
             assert_close(unsplit, engine.generate([*DRAFTED, *TASKS], 8, ARRIVE))
         assert count_nano(engine) > 0

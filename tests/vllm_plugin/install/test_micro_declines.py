@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from dbo_runtime.vllm_plugin.install import recorded_model
 from dbo_runtime.vllm_plugin.install.config_checks import find_decline, list_declines
 from dbo_runtime.vllm_plugin.install.recorded_model import RecordedModel, record_model
 from dbo_runtime.vllm_plugin.parallel.stage import WHOLE_MODEL
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from tests.support.vllm.configs import make_config
 
@@ -55,10 +58,12 @@ def test_what_only_attention_meets_leaves_nano_batches(changes: dict[str, Any]) 
     adapter: Any = object()
     found = list(list_declines(vllm_config, RuntimeConfig(), adapter))
     assert [decline.only_micro for decline in found] == [True]
+    with patch.object(Platform, "cuts_ops", lambda *_: False):
+        assert list(list_declines(vllm_config, RuntimeConfig(), adapter)) == [replace(found[0], only_micro=False)]
 
 
 class Adapter:
-    """Declares one op, token-wise or not, and declines as it is told."""
+    """Declares a token-wise op, and communication that is or is not. It declines as it is told."""
 
     takes_stages = True
 
@@ -70,7 +75,9 @@ class Adapter:
         return self._reason
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Any, x: Any, positions: Any) -> Any:
-        return p.compute("op", torch.neg, x, token_wise=self._token_wise)
+        with p.layer(0):
+            x = p.compute("op", torch.neg, x, token_wise=True)
+            return p.comm("reduce", torch.neg, x, token_wise=self._token_wise)
 
 
 @pytest.fixture
@@ -108,7 +115,7 @@ def test_its_adapter_may_say_so_as_well(declines: list[Decline]) -> None:
     assert record(Adapter(token_wise=True, reason=BOTH)) == BOTH
 
 
-def test_without_a_token_wise_op_nothing_is_left(declines: list[Decline]) -> None:
+def test_without_communication_that_is_token_wise_nothing_would_overlap(declines: list[Decline]) -> None:
     declines.append(MICRO)
     assert record(Adapter(token_wise=False)) == MICRO
 

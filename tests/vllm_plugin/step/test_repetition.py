@@ -124,7 +124,7 @@ def test_each_run_begins_with_the_states_that_the_step_began_with(monkeypatch: p
     state = torch.zeros(1)
 
     class States:
-        def __init__(self, context: object) -> None:
+        def __init__(self, context: object, received: object) -> None:
             self.held = state.clone()
 
         def restore(self) -> None:
