@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm.drafters import NGRAM, draft_by_mtp
+from tests.support.vllm.drafters import draft_by_mtp
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.engines import TINY, Engines, share_cores
 from tests.support.vllm.equivalence import MIXED, PROMPTS, assert_close, assert_close_up_to_ties, run_unsplit
@@ -74,14 +74,6 @@ def test_a_drafter_that_is_not_known_drafts_and_is_verified_alike(engines: Engin
         assert drafts["accepted"] > 0
         reason = "not supported yet: speculative decoding by deepseek_mtp"
         assert engine.llm.collective_rpc("tell_decline") == [(reason, None)]
-
-
-def test_drafts_are_verified_alike_in_a_pipeline(engines: Engines) -> None:
-    options = {"pipeline_parallel_size": 2, "speculative_config": NGRAM, "enable_prefix_caching": False}
-    with engines.start(1, share_cores(), TINY, **options) as engine:
-        unsplit = run_unsplit(engine, [*DRAFTED], 8)
-        assert_close(unsplit, engine.generate([*DRAFTED], 8))
-        assert count_nano(engine) > 0
 
 
 @pytest.mark.slow
