@@ -143,6 +143,7 @@ def list_settings(setting: str, folder: Path) -> dict[str, str]:
     return {
         "VLLM_ASCEND_ENABLE_DBO": "1",
         "DBO_MODE": "auto",  # the engines of other tests have another one
+        "DBO_SPLIT": "auto",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
         **chosen,

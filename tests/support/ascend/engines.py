@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tests send functions to workers
     "VLLM_ASCEND_ENABLE_DBO": "1",
     "DBO_MODE": "off",
+    "DBO_SPLIT": "micro",  # what most tests are of; others ask for nano-batches
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -24,6 +24,7 @@ TINY = Path(__file__).parents[3] / "examples" / "tiny-deepseek"
 ENVIRONMENT = {
     "VLLM_ASCEND_ENABLE_DBO": "1",
     "DBO_MODE": "always",
+    "DBO_SPLIT": "micro",  # what most tests are of; others ask for nano-batches
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and, with one rank, worker in this very process
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -18,6 +18,7 @@ from tests.support.vllm.speculation import TASKS, count_drafts
 
 pytestmark = pytest.mark.vllm
 
+AUTO = {"DBO_SPLIT": "auto"}
 UNKNOWN_CONNECTOR = {
     "kv_transfer_config": {
         "kv_connector": "LayerRecorder",
@@ -39,7 +40,7 @@ def count_nano(engine: Engine) -> int:
 
 
 def test_a_connector_that_is_not_known_is_told_what_an_unsplit_step_tells_it(engines: Engines) -> None:
-    with engines.start(2, share_cores(), TINY, **UNKNOWN_CONNECTOR) as engine:
+    with engines.start(2, share_cores(), TINY, AUTO, **UNKNOWN_CONNECTOR) as engine:
         prompts, arrive = [make_prompt(701, 3), *PROMPTS], (0, *MIXED)  # the first is prefilled in chunks
         unsplit = run_unsplit(engine, prompts, 6, arrive)
         told = engine.llm.collective_rpc("take_steps")
@@ -62,7 +63,7 @@ def test_a_connector_that_is_not_known_is_told_what_an_unsplit_step_tells_it(eng
 def test_a_drafter_that_is_not_known_drafts_and_is_verified_alike(engines: Engines) -> None:
     """Its method does not matter to the model's own forward."""
     extension = "tests.support.vllm.unknown_drafters.Extension"
-    with engines.start(1, "nobind", TINY, worker_extension_cls=extension, **draft_by_mtp(2)) as engine:
+    with engines.start(1, "nobind", TINY, AUTO, worker_extension_cls=extension, **draft_by_mtp(2)) as engine:
         engine.configure(DBO_MODE="off")
         with count_drafts(engine) as drafts:
             unsplit = engine.generate([*DRAFTED, *TASKS], 8, ARRIVE)
@@ -81,7 +82,7 @@ def test_chunks_of_tokens_are_dispatched_to_experts_beside_linear_attention(tmp_
     """Answers are close up to rounding: vLLM's kernels for CPU take bfloat16 only."""
     options = {"dtype": "bfloat16", "attention_backend": "CPU_ATTN", "enable_prefix_caching": False}
     model = make_family("Qwen3NextForCausalLM", tmp_path)
-    with engines.start_ranks(2, model, tensor_parallel_size=2, **options) as ranks:
+    with engines.start_ranks(2, model, AUTO, tensor_parallel_size=2, **options) as ranks:
         unsplit = ranks.run(generate, "off", None, 4, ARRIVALS, BATCHES)
         own = ranks.run(generate_in_nano_batches, 4, ARRIVALS, BATCHES, {"DBO_MODE": "always"})
     for (expected, _, _), (answers, nano, declined) in zip(unsplit, own, strict=True):
