@@ -257,7 +257,8 @@ def calibrate_on_rank(engine: Engine, rank: int) -> str:
 def decide_on_rank(engine: Engine, rank: int) -> list[tuple[Any, str]]:
     """Return how both ranks would split steps, and in which order; without those that cannot be split."""
     planner = engine.runner.get_model().forward.runtime.planner
-    choices = [planner.choose_data_parallel(tokens, RuntimeConfig(mode="always")) for tokens in COUNTS]
+    config = RuntimeConfig(mode="always", split="micro")
+    choices = [planner.choose_data_parallel(tokens, config) for tokens in COUNTS]
     return [(choice.sizes, choice.order.name) for choice in choices if not isinstance(choice, Decline)]
 
 
