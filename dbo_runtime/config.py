@@ -78,8 +78,8 @@ class RuntimeConfig:
         "each step",
         "What a step is split into: `micro`-batches, each with attention metadata of its own; `nano`-batches, which "
         "only cut ops that take tokens one by one, and leave attention whole; `auto` is nano-batches where a model or "
-        "a step has no micro-batches, or where costs predict that they are faster. What a model is declined for "
-        "follows from the setting at start.",
+        "a step has no micro-batches, or where costs predict that they are faster. Which models "
+        "are declined as a whole depends on the setting at start.",
     )
     micro_batches: int | None = _setting(
         "DBO_MICRO_BATCHES",

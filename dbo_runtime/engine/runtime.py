@@ -149,10 +149,7 @@ class MicroBatchRuntime:
         return self._planner.decline_early(tokens) if self.config.mode == "auto" else None
 
     def decline_prefill(self, tokens: int) -> Decline | None:
-        """Decline a step with this many prefill *tokens*, before its requests are read.
-
-        With costs, the planner decides later.
-        """
+        """Decline a step with few prefill *tokens*, before its requests are read. With costs, the planner decides."""
         return None if self._planner is not None else self._thresholds.check_prefill(tokens)
 
     def check_balance(self, share: float) -> Decline | None:

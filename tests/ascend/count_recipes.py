@@ -43,7 +43,7 @@ class Answer(NamedTuple):
         reasons: what prevents splitting it: nothing, if it would be split.
         overlaps: which communication overlaps with computation, if it would be split.
         proofs: the tests behind that.
-        compared: what of it is not proven, so that its first steps are compared.
+        compared: unproven properties of the model, for which first steps are compared.
         in_nano_batches: whether it would have nano-batches only.
     """
 

@@ -20,8 +20,8 @@ def make_packages(root: Path, folder: Path, address: str | None) -> list[Path]:
 
     Args:
         root: the checkout.
-        folder: where the packages go.
-        address: where the project is on the web, for absolute links; None leaves them relative.
+        folder: output folder of the packages.
+        address: web address of the project, for absolute links; None leaves them relative.
     """
     folder.mkdir(parents=True, exist_ok=True)
     old = {path: path.stat().st_mtime_ns for path in folder.iterdir()}

@@ -36,7 +36,7 @@ def tell_to_compare(unproven: Decline) -> Decline:
 
 
 class StageBuffers(NamedTuple):
-    """Buffers of a model whose first rows stages of a pipeline hand on, beside the results of the forward.
+    """Buffers of a model whose first rows stages of a pipeline hand on, besides the results of the forward.
 
     Attributes:
         received: buffers that hold rows of the stage before when a step begins, by name.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,9 @@ from dbo_runtime.vllm_plugin.step.differences import PIECES, describe_difference
 from dbo_runtime.vllm_plugin.step.step_decision import StepDecision, decline
 
 if TYPE_CHECKING:
+    from dbo_runtime.batch import BatchSlice
     from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
+    from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
     from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
     from dbo_runtime.vllm_plugin.step.decision import StepDecider
     from dbo_runtime.vllm_plugin.step.repetition import Repetition
@@ -82,7 +84,7 @@ class StepComparison:
         """
         plan = decision.plan
         assert isinstance(plan, ExecutionPlan), "it ran"
-        make_context = partial(self._decider.make_own_context, decision.contexts, plan.slices)
+        make_context = partial(_make_own_context, self._decider.splitter, decision.contexts, plan.slices)
         difference, unsplit = self.compare(results, repetition, plan, make_context)
         first_steps = None if is_checked else self._decider.first_steps
         if first_steps is not None:
@@ -116,3 +118,26 @@ class StepComparison:
             )
             unsplit = repetition.run_unsplit()
         return difference, unsplit
+
+
+def _make_own_context(
+    splitter: ContextSplitter, contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice], number: int
+) -> ForwardContext:
+    """Return a new forward context, in which the model's own forward runs one micro-batch.
+
+    Args:
+        splitter: makes the forward contexts of micro-batches.
+        contexts: used forward contexts of all micro-batches. They hold the numbers of tokens of other data parallel
+            ranks.
+        slices: slices of the step.
+        number: number of the micro-batch.
+
+    Raises:
+        SplitError: if the context cannot be made again.
+    """
+    sizes = [c.dp_metadata.num_tokens_across_dp_cpu.tolist() for c in contexts if c.dp_metadata is not None]
+    parts = splitter.split(get_forward_context(), slices, sizes, only=number)
+    if isinstance(parts, Decline):
+        raise SplitError(f"the forward context of a micro-batch cannot be made a second time: {parts}.")
+    splitter.platform.return_context(parts[0], get_forward_context())
+    return parts[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
 
-from dbo_runtime.batch import Batch, BatchSlice
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline, LocalDecline
 from dbo_runtime.engine.execution_plan import ExecutionPlan
@@ -50,6 +50,7 @@ class StepDecider:
 
     Attributes:
         runtime: makes plans.
+        splitter: makes the forward contexts of micro-batches.
         local: plans on this rank.
         warm_up: decides steps before serving.
         first_steps: counts the first steps, which are compared; None if none are.
@@ -85,13 +86,13 @@ class StepDecider:
         self.runtime = runtime
         self.warm_up = WarmUp(runtime, splitter, self.local)
         self._nano = NanoDecider(self.local, runtime, splitter, agreement, rank)
-        self._splitter = splitter
+        self.splitter = splitter
         self._agreement = agreement
         self._transport = transport
 
     def copy_for(self, runtime: MicroBatchRuntime, group: GroupCoordinator) -> StepDecider:
         """Return a decider for the same model with another runtime. It has no agreements, and compares no steps."""
-        own = StepDecider(runtime, self._splitter, self._agreement.copy_for(group), self._transport, self.rank)
+        own = StepDecider(runtime, self.splitter, self._agreement.copy_for(group), self._transport, self.rank)
         own.refusal, own.no_micro = self.refusal, self.no_micro
         return own
 
@@ -109,7 +110,7 @@ class StepDecider:
     @property
     def platform(self) -> Platform:
         """The platform that steps run on."""
-        return self._splitter.platform
+        return self.splitter.platform
 
     def decide(self, tokens: int, unsupported: Decline | None = None) -> StepDecision:
         """Decide a step of *tokens* tokens on this rank.
@@ -142,27 +143,6 @@ class StepDecider:
             return None
         return self.first_steps
 
-    def make_own_context(
-        self, contexts: Sequence[ForwardContext], slices: Sequence[BatchSlice], number: int
-    ) -> ForwardContext:
-        """Return a new forward context, in which the model's own forward runs one micro-batch.
-
-        Args:
-            contexts: used forward contexts of all micro-batches. They hold the numbers of tokens of other data parallel
-                ranks.
-            slices: slices of the step.
-            number: number of the micro-batch.
-
-        Raises:
-            SplitError: if the context cannot be made again.
-        """
-        sizes = [c.dp_metadata.num_tokens_across_dp_cpu.tolist() for c in contexts if c.dp_metadata is not None]
-        parts = self._splitter.split(get_forward_context(), slices, sizes, only=number)
-        if isinstance(parts, Decline):
-            raise SplitError(f"the forward context of a micro-batch cannot be made a second time: {parts}.")
-        self.platform.return_context(parts[0], get_forward_context())
-        return parts[0]
-
     def find_general_decline(self) -> Decline | None:
         """Return why every step is declined, if settings, costs and the layout of ranks alone decline it.
 
@@ -189,8 +169,8 @@ class StepDecider:
         if self.no_micro is not None and parts == "micro":
             return decline(self.no_micro)
         is_chosen = self.choose_cuts is not None or self.choose_sizes is not None
-        can_be_read = self.no_micro is None or not is_chosen  # what is chosen are micro-batches
-        is_read = can_be_read and (parts != "nano" or self.runtime.planner is not None)
+        has_micro = self.no_micro is None or not is_chosen  # only micro-batches are chosen
+        is_read = has_micro and (parts != "nano" or self.runtime.planner is not None)
         decision = self._decide_split(step) if is_read else None
         if decision is not None and (parts == "micro" or not can_be_nano(decision.plan)):
             return decision
@@ -235,7 +215,7 @@ class StepDecider:
         if self.choose_cuts is not None:
             return None
         early = runtime.check_transport(self._transport) or runtime.decline_early(tokens)
-        size = None if early else self._splitter.read_size(context, tokens)
+        size = None if early else self.splitter.read_size(context, tokens)
         if size is None:
             return early
         decodes = runtime.decline_prefill(0) if size.max_query_len <= 1 else None
@@ -246,13 +226,13 @@ class StepDecider:
 
         It is not kept if cuts were chosen, nor during A/B trials, because then each step is decided anew.
         """
-        size = self._splitter.read_size(context, tokens)
+        size = self.splitter.read_size(context, tokens)
         if size is not None and self.choose_cuts is None and reason.trial_class is None:
             self.declines.keep(reason, size)
 
     def _decide_data_parallel(self, context: ForwardContext) -> SharedSplit | Decline:
         """Decide how all data parallel ranks split a step, from the numbers that vLLM has made equal on them."""
-        unequal = check_agreed_context(context, self._splitter.platform, self._splitter.dispatch)
+        unequal = check_agreed_context(context, self.splitter.platform, self.splitter.dispatch)
         if unequal is not None:
             return unequal
         tokens = context.dp_metadata.num_tokens_across_dp_cpu.tolist()
@@ -267,7 +247,7 @@ class StepDecider:
             assert self.rank is not None, "only data parallel ranks share a split"
             choice = shared if isinstance(shared, SplitChoice) else None
             return self.runtime.plan_nano_batches([part[self.rank] for part in shared.sizes], choice)
-        batch = self._splitter.read_batch(context, tokens)
+        batch = self.splitter.read_batch(context, tokens)
         if isinstance(batch, Decline):
             return batch
         if self.decode_len is not None:
@@ -288,7 +268,7 @@ class StepDecider:
         All ranks come here together: they share the reason not to split, or have agreed on it. They vote once more on
         reasons that only one rank knows.
         """
-        context, platform, dispatch = step.context, self._splitter.platform, self._splitter.dispatch
+        context, platform, dispatch = step.context, self.splitter.platform, self.splitter.dispatch
         if self.rank is not None:
             unfit = check_agreed_context(context, platform, dispatch)
         else:

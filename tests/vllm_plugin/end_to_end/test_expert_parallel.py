@@ -188,7 +188,7 @@ def test_one_ranks_own_reason_stops_all_of_them(data_parallel: Ranks) -> None:
 def generate_with_a_private_reason(engine: Engine, rank: int, blind: int) -> tuple[list[Answer], int, dict[str, int]]:
     """Let rank *blind* refuse its second and fourth step."""
     forward = engine.runner.get_model().forward
-    splitter = forward.decider._splitter
+    splitter = forward.decider.splitter
     calls = iter(range(100))
 
     def split(context: Any, slices: Any, sizes: Any = ()) -> Any:

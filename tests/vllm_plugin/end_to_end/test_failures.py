@@ -140,7 +140,7 @@ def test_the_check_finds_attention_metadata_of_the_wrong_micro_batch(
     one_rank: Engine, forward: SplitForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a decode, that is: each request then reads what it needs from the cache, and finds it by its metadata."""
-    splitter = forward.decider._splitter
+    splitter = forward.decider.splitter
     split = splitter.split
     monkeypatch.setattr(splitter, "split", lambda context, slices, sizes: split(context, slices)[:1] * len(slices))
     one_rank.configure(DBO_CHECK="1")

@@ -377,7 +377,7 @@ def other_rank(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
 def test_ranks_compare_what_they_are_about_to_do_when_checked(other_rank: OtherRank) -> None:
     forward = make_forward(Model(), group=make_group(), check=True)
     run(forward)
-    forward.decider._splitter.batch = Decline("padded batch", "8 of 9")
+    forward.decider.splitter.batch = Decline("padded batch", "8 of 9")
     run(forward)
     assert re.fullmatch(r"schedule [0-9a-f]{16}, cuts \[4\]", other_rank.compared[0])
     problem, difference = other_rank.compared[1:3]  # none of either
@@ -401,7 +401,7 @@ def test_ranks_compare_a_plan_once_and_nothing_more_unless_asked_to(other_rank: 
         run(forward)
     assert (other_rank.numbers, other_rank.compared) == (1, [])
     forward.decider.choose_cuts = lambda batch: [2, 6]
-    forward.decider._splitter.contexts = None
+    forward.decider.splitter.contexts = None
     run(forward)
     assert other_rank.numbers == 2
 
@@ -464,7 +464,7 @@ def test_every_step_is_counted_whatever_becomes_of_it_and_those_predicted_are_no
     run(forward)  # split
     choice = planner.choose(BATCH, forward.runtime.config)
     forward.decider.choose_cuts = lambda batch: [2, 6]
-    forward.decider._splitter.contexts = None
+    forward.decider.splitter.contexts = None
     run(forward)  # split without a prediction
     forward.decider.choose_cuts = None
     forward.runtime.config = replace(forward.runtime.config, mode="auto", margin=0.9)

@@ -117,7 +117,7 @@ class ToldAgreement(Agreement):
 def test_a_data_parallel_rank_puts_an_error_to_the_vote() -> None:
     forward = make_forward(Model(), FailingSplitter())
     agreement = ToldAgreement(ONE_RANK)  # type: ignore[arg-type]
-    splitter: Any = forward.decider._splitter
+    splitter: Any = forward.decider.splitter
     forward.decider = StepDecider(forward.runtime, splitter, agreement, "network", rank=0)
     context = make_context()
     context.dp_metadata = DPMetadata(torch.tensor([8, 6], dtype=torch.int32))

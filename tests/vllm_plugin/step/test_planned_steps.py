@@ -186,7 +186,7 @@ def test_auto_does_not_even_look_at_a_step_that_is_too_small_to_gain(
     one_rank: Engine, networked: SplitForward, log: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     networked.runtime.planner = make_planner(networked.runtime.program, split=LOSING)
-    monkeypatch.setattr(networked.decider._splitter, "read_batch", None)  # calling it is an error
+    monkeypatch.setattr(networked.decider.splitter, "read_batch", None)  # calling it is an error
     one_rank.generate([make_prompt(60)])
     (line,) = log.find("step not split")
     assert line["reason"] == "no gain predicted"
