@@ -212,7 +212,7 @@ def test_a_failure_leaves_nothing_behind(one_rank: Engine) -> None:
 
 
 def test_a_model_that_cannot_be_split_is_told_why(one_rank: Engine) -> None:
-    splitter = one_rank.runner.get_model().forward.decider._splitter
+    splitter = one_rank.runner.get_model().forward.decider.splitter
     refusal = patch.object(splitter, "read_batch", return_value=Decline("cascade attention"))
     with refusal, pytest.raises(DeclineError, match=r"cannot be split \(2 x 1 tokens after 16: cascade attention\)"):
         one_rank.llm.collective_rpc(measure_few)
