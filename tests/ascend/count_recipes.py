@@ -1,9 +1,11 @@
 """Count which serve commands of vllm-ascend's tutorials would be split, by what `dbo doctor -- vllm serve ...` asks.
 
     make count-recipes
+    make count-recipes ASCEND=0.23.0.post1
 
 asks vLLM and vllm-ascend for their configuration of each command that prefills on more than one rank, over the stand-in
-for CANN. It writes the counts to docs/ascend.md and a line a command to docs/recipes.md. Nothing is served.
+for CANN. It writes the counts to docs/ascend.md, a line a command to docs/recipes.md, and the tests behind each to
+docs/recipes-evidence.md. Nothing is served.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dbo_runtime.lab.doctor.probe import find_facts
 from dbo_runtime.lab.doctor.probe_process import run_probe
 from dbo_runtime.lab.doctor.serve_command import list_overlaps
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
+from dbo_runtime.vllm_plugin.platforms.npu import find_release
 from tests.standin.cann import cann
 from tests.standin.cann.build import build
 from tests.support.ascend.engines import ENVIRONMENT
@@ -26,13 +32,20 @@ from tests.support.ascend.proofs import FIRST_STEPS, list_proofs
 from tests.support.ascend.recipes import Recipe, make_command, read_recipes
 from tests.support.page import ROOT, make_table, tell_section
 
-DEVICES = "16"  # of a host
+RELEASE = find_release() or LATEST_ASCEND
+NOT_DEFAULT = ("DBO_MODE", "DBO_SPLIT", "DBO_CHECK")  # in the environment of other tests
+VARIABLES = {
+    **{name: value for name, value in ENVIRONMENT.items() if name not in NOT_DEFAULT},
+    "NPU_STANDIN_DEVICES": "16",  # of a host
+}
+IMPORTED = ("torch_npu", "vllm.engine.arg_utils", "vllm.entrypoints.cli.serve", "vllm.transformers_utils.configs")
 NO_ADAPTER = "no adapter is registered"
 NOT_ACCEPTED = "vLLM does not accept it over the stand-in"
 NOTHING_TO_HIDE = "no communication to hide"
 WOULD_BE_SPLIT = "nothing: would be split"
-AT_ONCE = 2  # processes, of which each has one core's work for half a minute
-COMMAND = "make count-recipes"
+AT_ONCE = 2  # processes
+COMMAND = "make count-recipes" if RELEASE == LATEST_ASCEND else f"make count-recipes ASCEND={RELEASE}"
+DOCS = ROOT / "docs"
 
 
 class Answer(NamedTuple):
@@ -55,22 +68,41 @@ class Answer(NamedTuple):
     in_nano_batches: bool = False
 
     @property
-    def how(self) -> str:
-        """How its steps would be split."""
+    def verdict(self) -> str:
+        """How its steps would be split, or why not."""
         if self.reasons:
-            return "unsplit"
-        compared = f"first steps compared: {'; '.join(self.compared)}" if self.compared else "proven"
-        return f"nano-batches, {compared}" if self.in_nano_batches else compared
+            return f"unsplit: {'; '.join(map(_shorten, self.reasons))}"
+        split = "split into nano-batches" if self.in_nano_batches else "split"
+        return f"{split}, first steps compared: {'; '.join(self.compared)}" if self.compared else split
 
 
 def ask(recipe: Recipe) -> Answer:
     """Return why a command would not be split, in the words of the doctor, or of vLLM if it does not accept it."""
+    return _ask(recipe, _probe_in_new_process)
+
+
+def ask_all(recipes: Iterable[Recipe]) -> Iterator[Answer]:
+    """Return the same of each command, in order, far sooner: processes are forked from this one, which imports once.
+
+    This process must not have loaded vLLM's plugins: what they do may depend on the variables of a command.
+    """
+    os.environ.update(_make_environment())  # vLLM starts processes that look at models' classes
+    cann.load()
+    for name in IMPORTED:
+        import_module(name)
+    with get_context("fork").Pool(AT_ONCE, maxtasksperchild=1) as pool:
+        yield from pool.imap(_ask_in_fork, recipes, chunksize=1)
+
+
+def _ask_in_fork(recipe: Recipe) -> Answer:
+    return _ask(recipe, _probe_here)
+
+
+def _ask(recipe: Recipe, probe: Callable[[Sequence[str], Mapping[str, str]], Mapping[str, Any]]) -> Answer:
     if recipe.config is None:
         return Answer(recipe, (NO_ADAPTER,))
     with TemporaryDirectory() as folder:
-        arguments, variables = make_command(recipe, Path(folder))
-        environment = {**os.environ, **ENVIRONMENT, "NPU_STANDIN_DEVICES": DEVICES, "LD_LIBRARY_PATH": str(build())}
-        facts = run_probe("serve", environment, *arguments, **variables)
+        facts = probe(*make_command(recipe, Path(folder), RELEASE))
     if "error" in facts:
         return Answer(recipe, (f"{NOT_ACCEPTED} ({facts['error']})",))
     overlaps = list_overlaps(facts["parallel"])
@@ -83,6 +115,20 @@ def ask(recipe: Recipe) -> Answer:
     return Answer(recipe, (), tuple(overlaps), behind, compared, in_nano_batches)
 
 
+def _probe_in_new_process(arguments: Sequence[str], variables: Mapping[str, str]) -> Mapping[str, Any]:
+    return run_probe("serve", {**os.environ, **_make_environment()}, *arguments, **variables)
+
+
+def _make_environment() -> dict[str, str]:
+    return {**VARIABLES, "LD_LIBRARY_PATH": str(build())}
+
+
+def _probe_here(arguments: Sequence[str], variables: Mapping[str, str]) -> Mapping[str, Any]:
+    os.environ.update(variables)
+    sys.path[:0] = variables.get("PYTHONPATH", "").split(os.pathsep)
+    return find_facts("serve", *arguments)
+
+
 def count(answers: Sequence[Answer]) -> list[list[object]]:
     """Return, for each reason, how many commands have it, how many of prefill nodes, and how many no other reason."""
     named = [(answer.recipe, {_shorten(reason) for reason in answer.reasons} or {WOULD_BE_SPLIT}) for answer in answers]
@@ -93,8 +139,17 @@ def count(answers: Sequence[Answer]) -> list[list[object]]:
 
 
 def list_commands(answers: Iterable[Answer]) -> list[list[str]]:
-    """Return a row for each command: where it is, how it serves and is split, and what overlaps or prevents that."""
-    return [[*describe(answer.recipe), answer.how, _describe_outcome(answer)] for answer in answers]
+    """Return a row for each command: where it is, how it serves, and how it is split or why not."""
+    return [[*describe(answer.recipe), answer.verdict] for answer in answers]
+
+
+def list_evidence(answers: Iterable[Answer]) -> list[list[str]]:
+    """Return a row for each command that would be split: where it is, what overlaps, and the tests behind that."""
+    return [
+        [describe(answer.recipe)[0], ", ".join(answer.overlaps), ", ".join(f"`{proof}`" for proof in answer.proofs)]
+        for answer in answers
+        if not answer.reasons
+    ]
 
 
 def describe(recipe: Recipe) -> tuple[str, str, str]:
@@ -110,32 +165,22 @@ def describe(recipe: Recipe) -> tuple[str, str, str]:
 
 def main() -> None:
     """Ask for each command, and write the pages."""
-    build()
-    cann.load()  # for this process, where torch imports torch_npu
-    recipes = [recipe for recipe in read_recipes() if recipe.overlaps]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(_ask_aloud, recipes))
+    answers = []
+    for answer in ask_all(recipe for recipe in read_recipes(RELEASE) if recipe.overlaps):
+        where = f"{answer.recipe.page}:{answer.recipe.line}"
+        sys.stderr.write(f"{where}: {'; '.join(answer.reasons) or WOULD_BE_SPLIT}\n")
+        answers.append(answer)
     table = make_table(["what prevents splitting", "commands", "of prefill nodes", "by itself"], count(answers))
     split = sum(not answer.reasons for answer in answers)
     prefill = sum(answer.recipe.kv_role == "kv_producer" for answer in answers)
     compared = sum(bool(answer.compared) for answer in answers)
     how = f"of {compared} the first steps would be compared; {prefill} of all are prefill nodes"
     lines = [f"**{split} of {len(answers)}** commands would be split; {how}.", "", *table]
-    tell_section(True, "recipes", COMMAND, lines, ROOT / "docs" / "ascend.md")
-    header = ["command", "ranks", "serves", "how", "what overlaps, and the tests behind it; or what prevents splitting"]
-    tell_section(True, "tutorials", COMMAND, make_table(header, list_commands(answers)), ROOT / "docs" / "recipes.md")
-
-
-def _ask_aloud(recipe: Recipe) -> Answer:
-    answer = ask(recipe)
-    sys.stderr.write(f"{recipe.page}:{recipe.line}: {'; '.join(answer.reasons) or WOULD_BE_SPLIT}\n")
-    return answer
-
-
-def _describe_outcome(answer: Answer) -> str:
-    if answer.reasons:
-        return "; ".join(map(_shorten, answer.reasons))
-    return f"{', '.join(answer.overlaps)}: {', '.join(f'`{proof}`' for proof in answer.proofs)}"
+    tell_section(True, f"recipes-{RELEASE}", COMMAND, lines, DOCS / "ascend.md")
+    rows = make_table(["command", "ranks", "serves", "verdict"], list_commands(answers))
+    tell_section(True, f"tutorials-{RELEASE}", COMMAND, rows, DOCS / "recipes.md")
+    rows = make_table(["command", "what overlaps", "the tests behind it"], list_evidence(answers))
+    tell_section(True, f"evidence-{RELEASE}", COMMAND, rows, DOCS / "recipes-evidence.md")
 
 
 def _shorten(reason: str) -> str:

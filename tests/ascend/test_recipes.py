@@ -6,20 +6,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
+from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands, list_evidence
 from tests.support.ascend.proofs import list_all, list_proofs
-from tests.support.ascend.recipes import MODELS, make_command, read_recipes
+from tests.support.ascend.recipe_models import MODELS, SCHEMES
+from tests.support.ascend.recipes import Recipe, make_command, read_recipes
 
-RECIPES = read_recipes()
+RECIPES = read_recipes(LATEST_ASCEND)
+STABLE = read_recipes("0.23.0.post1")
 
 
-def test_the_commands_are_those_of_the_tutorials() -> None:
-    assert len(RECIPES) == len(set(RECIPES)) == 188
-    overlapping = [recipe for recipe in RECIPES if recipe.overlaps]
-    assert len(overlapping) == 128
-    assert sum(recipe.kv_role == "kv_producer" for recipe in overlapping) == 36
-    pages = {recipe.page.removesuffix(".md") for recipe in RECIPES}
-    assert MODELS.keys() <= pages | {f"{recipe.page.removesuffix('.md')}:{recipe.line}" for recipe in RECIPES}
+@pytest.mark.parametrize(
+    ("recipes", "commands", "overlapping", "producers"), [(RECIPES, 189, 129, 36), (STABLE, 146, 99, 27)]
+)
+def test_the_commands_are_those_of_the_tutorials(
+    recipes: list[Recipe], commands: int, overlapping: int, producers: int
+) -> None:
+    assert len(recipes) == len(set(recipes)) == commands
+    found = [recipe for recipe in recipes if recipe.overlaps]
+    assert len(found) == overlapping
+    assert sum(recipe.kv_role == "kv_producer" for recipe in found) == producers
+
+
+def test_every_configuration_is_of_a_page_or_of_a_command() -> None:
+    pages = {recipe.page.removesuffix(".md") for recipe in RECIPES + STABLE}
+    commands = {f"{recipe.page.removesuffix('.md')}:{recipe.line}" for recipe in RECIPES + STABLE}
+    assert MODELS.keys() <= pages | commands
+    assert SCHEMES.keys() <= {recipe.model for recipe in RECIPES + STABLE} | commands
 
 
 def test_a_command_has_what_its_line_says(tmp_path: Path) -> None:
@@ -41,7 +54,9 @@ def test_a_command_has_what_its_line_says(tmp_path: Path) -> None:
     [
         ("DeepSeek-R1-W8A8", "W8A8_DYNAMIC"),
         ("Kimi-K2.5-w4a8", "W4A8_DYNAMIC"),
-        ("dsk-v3.1-w4a4_mlp-w8a8c8_att", "W4A4_DYNAMIC"),
+        ("dsk-v3.1-w4a4_mlp-w8a8c8_attn-0618-full", "W4A4_MXFP4"),
+        ("Qwen3.5-397B-A17B-w4a4-mxfp4", "W4A4_MXFP4"),
+        ("Qwen3-VL-30B-A3B-Instruct-w8a8-mxfp8", "W8A8_MXFP8"),
         ("", "W8A8_DYNAMIC"),
     ],
 )
@@ -66,7 +81,7 @@ def test_what_is_not_proven_is_split_and_compared() -> None:
     (recipe,) = (each for each in RECIPES if (each.page, each.line) == ("DeepSeek-V3.1.md", "179"))
     answer = ask(recipe)
     assert answer.reasons == ()
-    assert answer.how == "first steps compared: quantized weights W4A4_DYNAMIC"
+    assert answer.verdict == "split, first steps compared: quantized weights W4A4_MXFP4"
     assert answer.proofs == ("test_first_steps.py",)
 
 
@@ -111,8 +126,10 @@ def test_a_command_that_would_be_split_has_the_tests_of_all_that_it_serves_with(
 
 def test_a_line_says_how_a_command_serves_and_what_becomes_of_it() -> None:
     recipe = next(each for each in RECIPES if (each.page, each.line) == ("DeepSeek-R1.md", "130"))
-    split, unsplit = list_commands([Answer(recipe, (), ("all-reduces",), ("a.py",)), Answer(recipe, ("why (detail)",))])
-    assert split == ["DeepSeek-R1:130", "TP4 DP4 EP", "W8A8_DYNAMIC mtp", "proven", "all-reduces: `a.py`"]
-    assert unsplit[-2:] == ["unsplit", "why"]
+    answers = [Answer(recipe, (), ("all-reduces",), ("a.py",)), Answer(recipe, ("why (detail)",))]
+    split, unsplit = list_commands(answers)
+    assert split == ["DeepSeek-R1:130", "TP4 DP4 EP", "W8A8_DYNAMIC mtp", "split"]
+    assert unsplit[-1] == "unsplit: why"
+    assert list_evidence(answers) == [["DeepSeek-R1:130", "all-reduces", "`a.py`"]]
     compared = Answer(recipe, compared=("drafter dspark",), in_nano_batches=True, reasons=())
-    assert compared.how == "nano-batches, first steps compared: drafter dspark"
+    assert compared.verdict == "split into nano-batches, first steps compared: drafter dspark"

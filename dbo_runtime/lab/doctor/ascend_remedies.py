@@ -18,10 +18,10 @@ ASCEND_REMEDIES = (
     Remedy(
         (
             "not supported yet: FlashComm (sequence-parallel MoE) with deepstack",
-            "not supported yet: FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)",
+            "not supported yet: FlashComm in a pipeline with vllm-ascend 0.23",
+            "not supported yet: FlashComm with experts that are chosen by the token, with vllm-ascend 0.23",
             "not supported yet: FlashComm 2",
-            "not supported yet: data parallel shared experts as in vllm-ascend 0.23",
-            "not supported yet: fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)",
+            "not supported yet: context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)",
             "not supported yet: MegaMoe (enable_fused_mc2: 2)",
             "not supported yet: products fused with their all-reduce (enable_matmul_allreduce)",
             "not supported yet: a separate stream for the gate (multistream_overlap_gate)",

@@ -98,17 +98,21 @@ _PROBES: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
 )
 
 
+def find_facts(subject: str, *arguments: str) -> dict[str, Any]:
+    """Return the facts about a subject, or as `error` what was raised instead. Never raises."""
+    try:
+        return _PROBES[subject](*arguments)
+    except ConfigError as error:
+        return {"error": str(error)}
+    except ModuleNotFoundError as error:
+        return {"error": f"{type(error).__name__}: {error}", "missing": error.name}
+    except BaseException as error:  # noqa: BLE001 - any error is a fact, too
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
 def main(subject: str, *arguments: str) -> None:
     """Print the facts about a subject, or the error raised instead."""
-    try:
-        facts = _PROBES[subject](*arguments)
-    except ConfigError as error:
-        facts = {"error": str(error)}
-    except ModuleNotFoundError as error:
-        facts = {"error": f"{type(error).__name__}: {error}", "missing": error.name}
-    except BaseException as error:  # noqa: BLE001 - any error is a fact, too
-        facts = {"error": f"{type(error).__name__}: {error}"}
-    sys.stdout.write(f"\n{MARK}{json.dumps(facts)}\n")
+    sys.stdout.write(f"\n{MARK}{json.dumps(find_facts(subject, *arguments))}\n")
 
 
 if __name__ == "__main__":

@@ -110,13 +110,20 @@ def _compare_rows(what: str, expected: torch.Tensor, actual: torch.Tensor) -> It
     """Yield the first row that differs. Either side may have more rows, as padding."""
     count = min(len(expected), len(actual))
     expected, actual = expected[:count].cpu(), actual[:count].cpu()
-    differs = (expected != actual).reshape(count, -1).any(dim=1)
+    differs = (expected != actual).unsqueeze(-1).flatten(1).any(dim=1)  # there may be no rows
     if bool(differs.any()):
         row = int(differs.nonzero()[0])
         yield f"{what} are {actual[row].tolist()} in row {row}, where the step has {expected[row].tolist()}"
 
 
 def _get_starts(metadata: Any) -> torch.Tensor | None:
-    """Return the start of each query, on the host [requests + 1]; None if the metadata does not say."""
+    """Return the start of each query, on the host [requests + 1]; None if the metadata does not say.
+
+    A last query that is only padding is left out (vllm-ascend 0.23).
+    """
     starts = getattr(metadata, "query_start_loc", None)
-    return starts.cpu() if isinstance(starts, torch.Tensor) and starts.dim() == 1 and len(starts) > 1 else None
+    if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or len(starts) < 2:
+        return None
+    starts, tokens = starts.cpu(), getattr(metadata, "num_actual_tokens", None)
+    is_padded = len(starts) > 2 and isinstance(tokens, int) and int(starts[-2]) == tokens < int(starts[-1])
+    return starts[:-1] if is_padded else starts

@@ -91,7 +91,7 @@ class ContextSplitter:
         sources = []
         distinct = list_distinct(context.attn_metadata.values())
         for metadata in distinct:
-            source = _get_known_source(metadata)
+            source = self._read_source(metadata)
             if isinstance(source, Decline):
                 return source
             decline = self._check_common(source, tokens)
@@ -179,7 +179,7 @@ class ContextSplitter:
 
         *shared* holds, for each slice, the data that its builders leave for each other.
         """
-        source = _get_known_source(metadata)
+        source = self._read_source(metadata)
         if isinstance(source, Decline):
             return source
         common = source.common
@@ -262,6 +262,18 @@ class ContextSplitter:
                 return Decline("unknown per-request or per-token attention metadata", name)
         return None
 
+    def _read_source(self, metadata: AttentionMetadata) -> MetadataSource | Decline:
+        """Return what *metadata* was built from, without a last request that is only padding (vllm-ascend 0.23)."""
+        source = get_source(metadata)
+        if source is None:
+            return Decline("attention metadata of unknown origin", type(metadata).__name__)
+        common = source.common
+        starts, tokens = common.query_start_loc_cpu, common.num_actual_tokens
+        if len(starts) < 3 or not int(starts[-2]) == tokens < int(starts[-1]):
+            return source
+        requests = BatchSlice(0, len(starts) - 2, 0, tokens)
+        return replace(source, common=slice_common(common, [requests], self.platform.fields)[0])
+
     def _list_unknown(self, common: CommonAttentionMetadata) -> tuple[str, ...]:
         """Return the fields of the common metadata that no slicing rule covers. Cached by class."""
         kind = type(common)
@@ -285,8 +297,3 @@ class ContextSplitter:
         except (AttributeError, TypeError) as error:
             return Decline("the attention backend's builder cannot be made again", f"{type(builder).__name__}: {error}")
         return own[:count]
-
-
-def _get_known_source(metadata: AttentionMetadata) -> MetadataSource | Decline:
-    source = get_source(metadata)
-    return Decline("attention metadata of unknown origin", type(metadata).__name__) if source is None else source

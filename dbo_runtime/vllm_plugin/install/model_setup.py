@@ -223,7 +223,7 @@ def _make_forward(
     forward = SplitForward(
         model,
         decider,
-        StepRunner(runtime, ends, lora),
+        StepRunner(runtime, ends, rank.platform, lora),
         StepObserver(runtime, agreement, Recording(_open_traces(rank, runtime.device), metrics), metrics),
         StepComparison(agreement, decider, ends.may_repeat and may_diverge(rank.vllm_config), lora),
     )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     from dbo_runtime.config import RuntimeConfig
     from dbo_runtime.vllm_plugin.api.moe import MoeLayer
     from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
+    from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import FlashComm
 
 ASCEND_FIELDS = FIELDS._replace(
     per_request=(*FIELDS.per_request, "group_len", "group_key_idx", "group_key_cache_idx"),
@@ -177,6 +178,12 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_metadata import return_context
 
         return_context(part, step)
+
+    def find_flashcomm(self, context: ForwardContext) -> FlashComm | None:
+        """Return FlashComm as in vllm-ascend 0.23, if the step uses it."""
+        from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import find_flashcomm
+
+        return find_flashcomm(context)
 
     def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
         """Return a slice's common metadata with the lengths and the state that vllm-ascend derives."""

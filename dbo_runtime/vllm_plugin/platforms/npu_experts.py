@@ -22,6 +22,7 @@ from vllm.config import get_current_vllm_config
 from dbo_runtime.decline import Decline
 from dbo_runtime.engine.dispatch import DispatchedTokens, QuantizedTokens
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer, TakeChunk
+from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import has_flashcomm, is_earlier, replicates_shared_experts
 from dbo_runtime.vllm_plugin.platforms.npu_metadata import GATHERING
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", *INT8_METHODS)
 """Classes that apply a layer's weights by calling the communication method's experts, and do nothing else."""
 
 EXCHANGING = "ALLTOALL"  # MoE communication that split steps replace, like `GATHERING`
-FUSED = ("MC2", "FUSED_MC2")  # MoE communication inside kernels, which stays
+FUSED_EXPERTS = "FUSED_MC2"  # MoE communication inside kernels with the experts; split steps of 0.23 replace it
+FUSED = ("MC2", FUSED_EXPERTS)  # MoE communication inside kernels, which stays
 COLLECTS = "eplb_heat_collection_status"  # forward context field: whether this step counts the load of experts
 MANY_TOKENS = 1 << 30  # more tokens than MC2 takes
 
@@ -217,9 +219,9 @@ def choose_dispatch(vllm_config: VllmConfig) -> str:
     is_asked_for = config.enable_fused_mc2 or config.enable_prefill_mc2
     is_fused = is_asked_for and _select_kind(vllm_config).name in FUSED
     if is_fused and not should_skip_allreduce_across_dp_group(vllm_config):
-        return "fused"
+        return "all_to_all" if is_earlier(config) else "fused"
     exchanges = select_moe_comm_method(MANY_TOKENS, vllm_config).name == EXCHANGING
-    needs_chunks = config.enable_shared_expert_dp and not parallel.use_sequence_parallel_moe
+    needs_chunks = replicates_shared_experts(config) and not parallel.use_sequence_parallel_moe
     return "all_to_all" if exchanges or needs_chunks else "all_gather"
 
 
@@ -229,7 +231,10 @@ def check_communication(context: ForwardContext, dispatch: str) -> Decline | Non
     vllm-ascend chooses the dispatch by the unsplit step's number of tokens; *dispatch* is the program's.
     """
     kind = getattr(getattr(context, "moe_comm_type", None), "name", None)
-    if kind is None or kind in (FUSED if dispatch == "fused" else (GATHERING, EXCHANGING)):
+    is_replaced = kind in (GATHERING, EXCHANGING)
+    if dispatch == "all_to_all" and has_flashcomm(context):
+        is_replaced = is_replaced or kind == FUSED_EXPERTS
+    if kind is None or (kind in FUSED if dispatch == "fused" else is_replaced):
         return None
     return Decline("MoE communication is fused into its kernels", kind)
 

@@ -12,6 +12,8 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
+from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
+from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import is_earlier, replicates_shared_experts
 from dbo_runtime.vllm_plugin.platforms.npu_indices import check_stages
 
 if TYPE_CHECKING:
@@ -56,13 +58,13 @@ def find_quantizations(vllm_config: VllmConfig) -> set[str]:
     return _find_quantized_weights(vllm_config) | named
 
 
-def check_experts(vllm_config: VllmConfig) -> Decline | None:
+def check_experts(vllm_config: VllmConfig, config: AscendConfig) -> Decline | None:
     """Return why experts that get tokens of other ranks cannot be split: by the names of their weights' quantization.
 
     It is known before weights are loaded only of ModelSlim's. Where tokens stay on their rank, experts are one op.
     """
     parallel, quantized = vllm_config.parallel_config, vllm_config.quant_config
-    sends = parallel.data_parallel_size > 1 or parallel.use_sequence_parallel_moe
+    sends = parallel.data_parallel_size > 1 or parallel.use_sequence_parallel_moe or replicates_shared_experts(config)
     shares_out = vllm_config.model_config.is_moe and parallel.enable_expert_parallel and sends
     if not shares_out or quantized is None or quantized.get_name() != MODELSLIM:
         return None
@@ -98,13 +100,12 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     from vllm_ascend.ascend_config import get_ascend_config
 
     config = get_ascend_config()
-    experts = check_experts(vllm_config)
+    experts = check_experts(vllm_config, config)
     if experts is not None:
         yield experts
     try:
         yield from _list_unsupported(vllm_config, config)
-        is_earlier = hasattr(config, "enable_flashcomm1")
-        yield from _list_earlier(vllm_config, config) if is_earlier else _list_later(vllm_config, config)
+        yield from _list_earlier(vllm_config, config) if is_earlier(config) else _list_later(vllm_config, config)
     except AttributeError as error:  # happens with an unknown release under DBO_CHECK=1
         yield Decline("vllm-ascend's configuration has changed", str(error))
 
@@ -168,13 +169,21 @@ def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decli
 def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:
     """Yield features in use that 0.23.0 has and 0.30 lacks, or has in another form."""
     shards_cache = vllm_config.parallel_config.decode_context_parallel_size > 1
+    in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
+    has_chunks = replicates_shared_experts(config)
     features = (
         (shards_cache, "decode context parallel with vllm-ascend 0.23"),
+        (
+            has_chunks and shares_out_tokens(),
+            "context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)",
+        ),
+        (has_chunks and in_pipeline, "FlashComm in a pipeline with vllm-ascend 0.23"),
+        (
+            has_chunks and vllm_config.model_config.architecture == "DeepseekV4ForCausalLM",
+            "FlashComm with experts that are chosen by the token, with vllm-ascend 0.23",
+        ),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map as in vllm-ascend 0.23 (eplb_config)"),
-        (config.enable_flashcomm1, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
-        (config.enable_shared_expert_dp, "data parallel shared experts as in vllm-ascend 0.23"),
-        (bool(config.enable_fused_mc2), "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),
         (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),
         (config.enable_matmul_allreduce, "products fused with their all-reduce (enable_matmul_allreduce)"),
         (config.multistream_overlap_gate, "a separate stream for the gate (multistream_overlap_gate)"),

@@ -16,6 +16,7 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.engine.dispatch import DispatchedTokens
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.platforms.npu_experts import MOE_METHODS
+from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import replicates_shared_experts
 
 if TYPE_CHECKING:
     from vllm_ascend.ops.fused_moe.fused_moe import AscendFusedMoE
@@ -38,8 +39,10 @@ class AscendFusedMoeLayer(MoeLayer):
 
     @property
     def has_replicated_shared_experts(self) -> bool:
-        """Whether each tensor parallel rank holds the shared experts in full (`enable_shared_expert_dp`)."""
-        return self.has_shared_experts and bool(self._layer.enable_shared_expert_dp)
+        """Whether each tensor parallel rank holds the shared experts in full, as with FlashComm."""
+        from vllm_ascend.ascend_config import get_ascend_config
+
+        return self.has_shared_experts and replicates_shared_experts(get_ascend_config())
 
     @property
     def expert_map(self) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.vllm_plugin.api.forward_context import NO_SLOT, take_tokens
 from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
+from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import set_padding
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -57,6 +58,7 @@ def return_context(part: ForwardContext, step: ForwardContext) -> None:
     part.moe_comm_type = step.moe_comm_type
     if hasattr(step, "moe_comm_method"):
         part.moe_comm_method = step.moe_comm_method
+    set_padding(part)
 
 
 def _drop_metadata_of_step(part: ForwardContext) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     from dbo_runtime.vllm_plugin.api.groups import Groups
     from dbo_runtime.vllm_plugin.api.moe import MoeLayer
     from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
+    from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import FlashComm
 
 COMPARE = "with DBO_CHECK=1 steps are split, and each is compared with the unsplit one"
 
@@ -237,6 +238,10 @@ class Platform:
 
     def return_context(self, part: ForwardContext, step: ForwardContext) -> None:
         """Undo changes in a slice's forward context that only split steps need, to run the model's own forward."""
+
+    def find_flashcomm(self, context: ForwardContext) -> FlashComm | None:
+        """Return how layers hand on chunks of tokens in a step with this forward context; None if they do not."""
+        return None
 
     def complete_metadata(self, part: CommonAttentionMetadata, tokens: int) -> CommonAttentionMetadata:
         """Return a slice's common metadata with the fields that this platform derives from the others.

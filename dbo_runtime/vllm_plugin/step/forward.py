@@ -125,7 +125,7 @@ class SplitForward:
             reason = self._restore_forward()
             if reason is not None:
                 self.runtime.decline_all(reason)
-        return results
+        return results if isinstance(decision.plan, Decline) else self.runner.finish(results)
 
     def _decide(self, arguments: StepArguments) -> StepDecision:
         unsupported = self.runner.check(arguments)

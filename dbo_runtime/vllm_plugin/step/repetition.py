@@ -45,7 +45,7 @@ class Repetition:
         """Run all tokens at once."""
         with self._again():
             self._give_back(slice(None))
-            return self.arguments.copy().run(self.forward)
+            return self._run(self.arguments)
 
     def run_pieces(
         self,
@@ -65,8 +65,14 @@ class Repetition:
                     select(number)
                 self._give_back(piece.tokens)
                 with forward_context.override_forward_context(make_context(number)):
-                    results.append(arguments.cut(piece).copy().run(self.forward))
+                    results.append(self._run(arguments.cut(piece)))
         return join_results(results)
+
+    def _run(self, arguments: StepArguments) -> Results:
+        """Run the model's own forward, and return its results for all tokens."""
+        results = arguments.copy().run(self.forward)
+        flashcomm = self.platform.find_flashcomm(forward_context.get_forward_context())
+        return results if flashcomm is None else flashcomm.join_chunks(results)
 
     @contextmanager
     def _again(self) -> Iterator[None]:

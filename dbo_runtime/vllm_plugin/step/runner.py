@@ -18,6 +18,7 @@ from dbo_runtime.vllm_plugin.api.forward_context import enter_context, guard_con
 from dbo_runtime.vllm_plugin.context.layer_transfers import transfer_once
 from dbo_runtime.vllm_plugin.context.lora_mapping import LoraMapping
 from dbo_runtime.vllm_plugin.parallel.stage import Results
+from dbo_runtime.vllm_plugin.platforms.platform import Platform
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments
 from dbo_runtime.vllm_plugin.step.model_ends import ModelEnds
 from dbo_runtime.vllm_plugin.step.repetition import Repetition
@@ -29,17 +30,21 @@ class StepRunner:
     Args:
         runtime: runs plans.
         ends: makes the program's inputs, and the forward's result from its outputs.
+        platform: platform that vLLM serves on.
         lora: adapters of each token; None without LoRA.
     """
 
-    def __init__(self, runtime: MicroBatchRuntime, ends: ModelEnds, lora: LoraMapping | None = None) -> None:
+    def __init__(
+        self, runtime: MicroBatchRuntime, ends: ModelEnds, platform: Platform, lora: LoraMapping | None = None
+    ) -> None:
         self._runtime = runtime
         self._ends = ends
+        self._platform = platform
         self._lora = lora
 
     def copy_for(self, runtime: MicroBatchRuntime) -> StepRunner:
         """Return a runner of the same model with another runtime."""
-        return StepRunner(runtime, self._ends, self._lora)
+        return StepRunner(runtime, self._ends, self._platform, self._lora)
 
     def check(self, arguments: StepArguments) -> Decline | None:
         """Return why a step with these arguments cannot be split; None if it can."""
@@ -60,7 +65,7 @@ class StepRunner:
         repetition: Repetition | None = None,
         recorder: Recorder | None = None,
     ) -> Results:
-        """Run a plan with the forward context of each micro-batch, and return the forward's result.
+        """Run a plan with the forward context of each micro-batch, and return the forward's result, for all tokens.
 
         Args:
             plan: plan of the step.
@@ -69,6 +74,23 @@ class StepRunner:
             repetition: runs the step again later, for a comparison; None if nothing is compared.
             recorder: records the times of the ops; None if they are not recorded.
         """
+        flashcomm = self._platform.find_flashcomm(get_forward_context())
+        with nullcontext() if flashcomm is None else flashcomm.left_out(contexts):
+            return self._run(plan, contexts, arguments, repetition, recorder)
+
+    def finish(self, results: Results) -> Results:
+        """Return of a split step's results what vLLM's runner takes from the forward."""
+        flashcomm = self._platform.find_flashcomm(get_forward_context())
+        return results if flashcomm is None else flashcomm.take_chunks(results)
+
+    def _run(
+        self,
+        plan: ExecutionPlan,
+        contexts: list[ForwardContext],
+        arguments: StepArguments,
+        repetition: Repetition | None,
+        recorder: Recorder | None,
+    ) -> Results:
         inputs = self._ends.enter(arguments, plan, repetition)
         if plan.executor.check_context is not None:
             contexts = [guard_context(context, plan.executor.check_context) for context in contexts]

@@ -381,6 +381,7 @@ def test_costs_that_are_refused_leave_those_in_use(forward: SplitForward, log: L
     assert forward.runtime.planner is planner
 
 
+@pytest.mark.slow
 def test_ranks_calibrate_to_the_same_costs(two_ranks: Engine, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     try:

@@ -226,6 +226,7 @@ def test_without_time_the_smallest_batch_is_run_once_and_no_other(one_rank: Engi
     assert told == [(0, len(FEW_SHAPES), str(smallest)), (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_measure_the_same(two_ranks: Engine) -> None:
     before = two_ranks.generate(PROMPTS, tokens=4)
     counts = two_ranks.statistics()

@@ -364,6 +364,13 @@ DEEPSEEK_V4: dict[str, Any] = {
     },
     "torch_dtype": "bfloat16",
 }
+SCHEMES = {  # of weights, by the model, or by page and line where the page's text says what no name says
+    "GLM5-w4a4": "W4A4_MXFP4",
+    "dsk-v3.1-w4a4_mlp-w8a8c8_attn-0618-full": "W4A4_MXFP4",  # for 950DT, whose quantized weights all are
+    "DeepSeek-V3.1_w8a8mix_mtp": "W8A8_MIX",
+    "Qwen3-Dense:250": "W4A4_DYNAMIC",
+    "Qwen3-Dense:271": "W4A4_DYNAMIC",  # the same in 0.23.0.post1
+}
 # By the page, or by page and line where a page has several; one size of a family for all of its models. On other pages
 # models have no adapter, or none is named.
 MODELS: dict[str, dict[str, Any]] = {
@@ -373,6 +380,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-V4-Flash": DEEPSEEK_V4,
     "DeepSeek-V4-Pro": DEEPSEEK_V4,
     "dynamic_chunked_pipeline_parallel": DEEPSEEK,
+    "long_sequence_context_parallel_multi_node": DEEPSEEK,
+    "long_sequence_context_parallel_single_node": QWEN_MOE,
     "pd_disaggregation_mooncake_multi_node": DEEPSEEK,
     "pd_colocated_mooncake_multi_instance": QWEN2,
     "ray": QWEN_MOE,
@@ -397,6 +406,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Hy3-preview": HY3,
     "InternVL3.5:93": INTERNVL,
     "InternVL3.5:135": {**INTERNVL, "llm_config": QWEN_MOE},
+    "InternVL3.5:138": {**INTERNVL, "llm_config": QWEN_MOE},  # the same in 0.23.0.post1
     "Kimi-K2.5": KIMI,
     "Kimi-K2.6": KIMI,
     "MiniMax-M2": MINIMAX,

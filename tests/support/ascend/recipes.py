@@ -1,7 +1,7 @@
 """The serve commands of vllm-ascend's tutorials, as arguments of `vllm serve` for models without weights.
 
-`recipes.csv` has the facts of each: parallel sizes, quantization, drafter, KV connector and flags, from the
-documentation in vllm-ascend 0.30.0rc2's source package. Commands that differ in shell variables only are one line.
+`tests/ascend/recipes` has a file for each release, with the facts of each command: parallel sizes, quantization,
+drafter, KV connector and flags. `tutorials` reads them from the documentation in the release's source package.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.ascend.recipe_models import MODELS
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
+from tests.support.ascend.recipe_models import MODELS, SCHEMES
 
-FILE = Path(__file__).parents[2] / "ascend" / "recipes.csv"
+FOLDER = Path(__file__).parents[2] / "ascend" / "recipes"
 CONFIG_CLASS = Path(__file__).parents[1] / "vllm" / "configuration_internvl_chat.py"  # with its weights
 
 # What a script leaves to its variables: sizes of which the tutorials print examples.
@@ -30,6 +31,11 @@ FLAGS: dict[str, dict[str, Any]] = {  # of `--additional-config`
     "eplb": {"eplb_config": {"dynamic_eplb": True}},
     "eplb16": {"eplb_config": {"dynamic_eplb": True, "num_redundant_experts": 16}},
     "lmhead_tensor_parallel_size": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}},
+    "layer_sharding": {"layer_sharding": ["q_b_proj", "o_proj"]},
+}
+FLAGS_OF_0_23: dict[str, dict[str, Any]] = {  # those that are options of vLLM's in later releases
+    "c8": {"enable_sparse_sfa_c8": True},
+    "li_c8": {"enable_sparse_li_c8": True},
 }
 OPTIONS = {
     "eager": "--enforce-eager",
@@ -93,8 +99,13 @@ class Recipe(NamedTuple):
     @property
     def scheme(self) -> str:
         """What ModelSlim calls its quantized weights, by the model's name; W8A8 if that says nothing."""
+        known = SCHEMES.get(self.model) or SCHEMES.get(f"{self.page.removesuffix('.md')}:{self.line}")
+        if known is not None:
+            return known
         told = re.search(r"w\d+a\d+", self.model, re.IGNORECASE)
-        return f"{told[0].upper() if told else 'W8A8'}_DYNAMIC"
+        bits = told[0].upper() if told else "W8A8"
+        shared_exponents = re.search(r"mxfp\d+", self.model, re.IGNORECASE)
+        return f"{bits}_{shared_exponents[0].upper() if shared_exponents else 'DYNAMIC'}"
 
     @property
     def overlaps(self) -> bool:
@@ -103,16 +114,17 @@ class Recipe(NamedTuple):
         return sizes != ("1", "1", "1") and self.kv_role != "kv_consumer"
 
 
-def read_recipes() -> list[Recipe]:
-    """Return all commands."""
-    with FILE.open(encoding="utf-8", newline="") as file:
+def read_recipes(release: str = LATEST_ASCEND) -> list[Recipe]:
+    """Return all commands of a release's tutorials."""
+    with (FOLDER / f"{release}.csv").open(encoding="utf-8", newline="") as file:
         return [Recipe(**row) for row in csv.DictReader(file)]
 
 
-def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str]]:
+def make_command(recipe: Recipe, folder: Path, release: str = LATEST_ASCEND) -> tuple[list[str], dict[str, str]]:
     """Write a model without weights to *folder*; return the arguments of `vllm serve` and its environment variables."""
-    config = recipe.config
+    config, flags = recipe.config, recipe.flags.split()
     assert config is not None
+    switches = {**FLAGS, **FLAGS_OF_0_23} if release.startswith("0.23") else FLAGS
     model = _write_model(folder / "model", config, recipe.scheme if recipe.quantization == "ascend" else None)
     given = {
         "decode-context-parallel-size": recipe.decode_context_parallel,
@@ -129,9 +141,9 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
         *(["--enable-expert-parallel"] if recipe.expert_parallel == "1" else []),
         *(f"--{option}={value}" for option, value in given.items() if value),
         *(["--no-enable-prefix-caching"] if recipe.prefix_caching == "off" else []),
-        *(OPTIONS[flag] for flag in recipe.flags.split() if flag in OPTIONS),
+        *(OPTIONS[flag] for flag in flags if flag in OPTIONS and flag not in switches),
     ]
-    additional = {key: value for flag in recipe.flags.split() for key, value in FLAGS.get(flag, {}).items()}
+    additional = {key: value for flag in flags for key, value in switches.get(flag, {}).items()}
     if additional:
         arguments.append(f"--additional-config={json.dumps(additional)}")
     if recipe.drafter:
@@ -150,7 +162,7 @@ def make_command(recipe: Recipe, folder: Path) -> tuple[list[str], dict[str, str
     variables = {"PYTHONPATH": str(folder / "packages")}
     if recipe.second_runner:
         variables["VLLM_USE_V2_MODEL_RUNNER"] = recipe.second_runner
-    if not {"eplb", "eplb16"}.isdisjoint(recipe.flags.split()):
+    if not {"eplb", "eplb16"}.isdisjoint(flags):
         variables["DYNAMIC_EPLB"] = "true"
     return arguments, variables
 

@@ -31,7 +31,7 @@ def assemble(
     return SplitForward(
         model,
         decider,
-        StepRunner(runtime, ends, lora),
+        StepRunner(runtime, ends, decider.platform, lora),
         StepObserver(runtime, agreement, recording, metrics),
         StepComparison(agreement, decider, may_diverge and ends.may_repeat, lora),
     )

@@ -131,8 +131,15 @@ def test_experts_that_get_tokens_of_other_ranks_are_known_by_how_their_weights_a
     served = make_configured()
     served.quant_config = make_quantized(description)
     vars(served.parallel_config).update(sizes)
-    found = check_experts(served)
+    found = check_experts(served, make_ascend_config(enable_shared_expert_dp=False))
     assert (found and found.detail.partition(";")[0]) == unknown
+
+
+def test_experts_beside_replicated_ones_get_tokens_of_other_ranks() -> None:
+    served = make_configured()
+    served.quant_config = make_quantized({"model_quant_type": "W4A4_DYNAMIC"})
+    assert check_experts(served, make_ascend_config(enable_shared_expert_dp=True)) is not None
+    assert check_experts(served, make_ascend_config(enable_shared_expert_dp=False, enable_flashcomm1=True)) is not None
 
 
 @pytest.mark.parametrize(
@@ -258,13 +265,13 @@ SETTINGS_OF_0_23 = {
 @pytest.mark.parametrize(
     ("setting", "value", "feature"),
     [
-        ("enable_flashcomm1", True, "FlashComm as in vllm-ascend 0.23 (enable_flashcomm1)"),
-        ("enable_shared_expert_dp", True, "data parallel shared experts as in vllm-ascend 0.23"),
+        ("enable_flashcomm1", True, None),
+        ("enable_shared_expert_dp", True, None),
         ("flashcomm2_oproj_tensor_parallel_size", 2, "FlashComm 2"),
         ("enable_matmul_allreduce", True, "products fused with their all-reduce (enable_matmul_allreduce)"),
         ("multistream_overlap_gate", True, "a separate stream for the gate (multistream_overlap_gate)"),
         ("layer_sharding", ["o_proj"], "weights shared out by layer (layer_sharding)"),
-        ("enable_fused_mc2", 1, "fused MC2 as in vllm-ascend 0.23 (enable_fused_mc2)"),
+        ("enable_fused_mc2", 1, None),
         ("layer_sharding", None, None),
     ],
 )
@@ -272,14 +279,44 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
     setting: str, value: Any, feature: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its configuration has none of the settings that 0.30 has added."""
-    module = ModuleType("vllm_ascend.ascend_config")
-    module.get_ascend_config = lambda: make_ascend_config(**{**SETTINGS_OF_0_23, setting: value})
-    monkeypatch.setitem(sys.modules, "vllm_ascend", ModuleType("vllm_ascend"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured())]
-    assert found == ([] if feature is None else [f"not supported yet: {feature}"])
-    found = [str(decline) for decline in get_platform("npu").list_unsupported(make_configured(ranks_with_keys=2))]
-    assert "not supported yet: decode context parallel with vllm-ascend 0.23" in found
+    install_0_23(monkeypatch, **{setting: value})
+    assert list_features(make_configured()) == ([] if feature is None else [feature])
+    found = list_features(make_configured(ranks_with_keys=2))
+    assert "decode context parallel with vllm-ascend 0.23" in found
+
+
+@pytest.mark.parametrize("setting", ["enable_flashcomm1", "enable_shared_expert_dp"])
+def test_flashcomm_of_vllm_ascend_0_23_is_declined_where_it_is_more_than_chunks(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged, hashed = make_configured(), make_configured()
+    staged.parallel_config.pipeline_parallel_size = 2
+    hashed.model_config.architecture = "DeepseekV4ForCausalLM"
+    install_0_23(monkeypatch, **{setting: True})
+    assert list_features(staged) == ["FlashComm in a pipeline with vllm-ascend 0.23"]
+    chosen_by_token = "FlashComm with experts that are chosen by the token, with vllm-ascend 0.23"
+    assert list_features(hashed) == [chosen_by_token]
+    install_0_23(monkeypatch, shares_out_tokens=True, **{setting: True})
+    assert list_features(make_configured()) == [
+        "context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)"
+    ]
+    install_0_23(monkeypatch)
+    assert list_features(staged) == list_features(hashed) == []
+
+
+def install_0_23(monkeypatch: pytest.MonkeyPatch, shares_out_tokens: bool = False, **settings: Any) -> None:
+    """Let vllm-ascend 0.23 be installed, as far as its features are read, with these settings."""
+    config, parts = ModuleType("vllm_ascend.ascend_config"), ModuleType("vllm_ascend.utils")
+    config.get_ascend_config = lambda: make_ascend_config(**{**SETTINGS_OF_0_23, **settings})
+    parts.enable_dsa_cp = lambda: shares_out_tokens
+    for module in (ModuleType("vllm_ascend"), config, parts):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def list_features(vllm_config: Any) -> list[str]:
+    """Return the features in use that are not supported."""
+    found = get_platform("npu").list_unsupported(vllm_config)
+    return [str(decline).removeprefix("not supported yet: ") for decline in found]
 
 
 def make_ascend_config(**settings: Any) -> Any:
