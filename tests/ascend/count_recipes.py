@@ -110,7 +110,8 @@ def _ask(recipe: Recipe, probe: Callable[[Sequence[str], Mapping[str, str]], Map
     if reasons:
         return Answer(recipe, tuple(reasons))
     proofs = list_proofs(recipe, facts["architecture"], facts["parallel"])  # one test may be of several things
-    compared, in_nano_batches = tuple(facts["compared"]), bool(facts["no_micro_batches"])
+    unproven = () if RELEASE == LATEST_ASCEND else ("all of it, with this vLLM",)
+    compared, in_nano_batches = tuple(facts["compared"]) or unproven, bool(facts["no_micro_batches"])
     behind = (FIRST_STEPS,) if compared else tuple(dict.fromkeys(proofs))
     return Answer(recipe, (), tuple(overlaps), behind, compared, in_nano_batches)
 

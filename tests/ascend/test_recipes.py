@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
+from dbo_runtime.vllm_plugin.platforms.npu_features import EXPERT_SCHEMES
 from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands, list_evidence
 from tests.support.ascend.proofs import list_all, list_proofs
 from tests.support.ascend.recipe_models import MODELS, SCHEMES
@@ -71,7 +72,7 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
     assert ask(recipe).reasons == ()
     balanced = recipe._replace(model="a-w4a4", flags="eplb16")
     assert ask(balanced).reasons == (
-        "the MoE method cannot be decomposed (W4A4_DYNAMIC; known: W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC)",
+        f"the MoE method cannot be decomposed (W4A4_DYNAMIC; known: {', '.join(EXPERT_SCHEMES)})",
         "not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",
     )
 

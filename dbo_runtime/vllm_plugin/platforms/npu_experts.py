@@ -39,7 +39,14 @@ MOE_RUNNERS = ("AscendMoERunner",)
 INT8_METHODS = ("AscendW8A8DynamicFusedMoEMethod", "AscendW4A8DynamicFusedMoEMethod")
 """Classes that apply weights to int8 tokens, each with a scale (`npu_dynamic_quant`)."""
 
-MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", *INT8_METHODS)
+MX_METHODS = (
+    "AscendW8A8MXFP8DynamicFusedMoEMethod",
+    "AscendW4A8MXFPDynamicFusedMoEMethod",
+    "AscendW4A4MXFP4DynamicFusedMoEMethod",
+)
+"""Classes for weights with shared exponents, in the same form. No stand-in runs them: first steps are compared."""
+
+MOE_METHODS = ("AscendUnquantizedFusedMoEMethod", *INT8_METHODS, *MX_METHODS)
 """Classes that apply a layer's weights by calling the communication method's experts, and do nothing else."""
 
 EXCHANGING = "ALLTOALL"  # MoE communication that split steps replace, like `GATHERING`

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 MODELSLIM, UNQUANTIZED = "ascend", "FLOAT"
 DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
 SCHEMES = (".weight", ".quant_type")  # suffixes of the description's keys that hold a layer's scheme
-EXPERT_SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")  # of INT8_METHODS; a whole model's name may be the first
+INT8_SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")  # of INT8_METHODS; a whole model's name may be the first
+EXPERT_SCHEMES = (*INT8_SCHEMES, "W8A8_MXFP8", "W4A8_MXFP", "W4A4_MXFP4")  # the others are of MX_METHODS
 FLASH_BALANCING = 3  # number of a load balancing policy
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 

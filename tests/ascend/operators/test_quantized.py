@@ -251,6 +251,22 @@ def test_factors_of_an_activation_are_limited_and_shifted(standin: StandIn, limi
     assert_quantized(found, scales, gate / (1 + torch.exp(-1.7 * gate)) * (up + 1))
 
 
+@covers("_C_ascend::npu_dequant_swiglu_quant")
+def test_a_product_is_scaled_by_the_group_of_each_row(standin: StandIn) -> None:
+    generator, counts = make_generator(0), torch.tensor([2, 0, 3])
+    x, by_column = torch.randint(-999, 999, (5, 6), generator=generator), draw_scales(generator, 18).view(3, 6) / 100
+    by_row = draw_scales(generator, 5)
+    found, scales = torch.ops._C_ascend.npu_dequant_swiglu_quant(
+        x.int().npu(),
+        weight_scale=by_column.npu(),
+        activation_scale=by_row.npu(),
+        group_index=counts.npu(),
+        quant_mode=1,
+    )
+    of_rows = torch.stack([by_column[0]] * 2 + [by_column[2]] * 3)
+    assert_quantized(found, scales, activate(x * of_rows * by_row[:, None]))
+
+
 @settings(max_examples=scale(40))
 @given(routing=make_routings())
 @covers("npu::npu_moe_init_routing_v2", "npu::npu_dynamic_quant")

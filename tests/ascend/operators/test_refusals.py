@@ -77,7 +77,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "activation of listed experts, biased": lambda x: activate_each_with(x, bias=x[0]),
     "activation of bytes": lambda x: activate_int4_with(x, [x.to(torch.int8)]),
     "activation of four bits, not corrected": lambda x: activate_int4_with(x, weight_assist_matrix=None),
-    "activation of a product, by group": lambda x: activate_product_with(x, group_index=x[0, 0].long()),
+    "activation of a product, with a bias": lambda x: activate_product_with(x, bias=x[0, 0]),
     "activation of a product, by one scale": lambda x: activate_product_with(x, quant_mode=0),
     "choice of keys, another layout": lambda x: choose_with(x, layout_query="BSND"),
     "choice of keys, of all": lambda x: choose_with(x, sparse_mode=0),

@@ -105,6 +105,8 @@ def fill() -> None:
     # The stand-in is called by another chip's name: under a 910B's an operator that is missing would fail too late.
     if chip := os.environ.get("STANDIN_ASCEND_CHIP"):  # else what the package was installed for
         set_chip(chip)
+    if os.environ.get("STANDIN_ASCEND_TRITON"):  # for a configuration only: vLLM's second model runner asks for it
+        import_module("vllm.config.vllm").HAS_TRITON = True
     for module in find_modules(DEVICE_CHECKS):
         module.check_ascend_device_type = lambda: None
     _atb_ops._register_atb_extensions = lambda: None

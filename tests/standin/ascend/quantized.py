@@ -291,15 +291,17 @@ def activate_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`npu_dequant_swiglu_quant`: SwiGLU of a product in int32 [tokens, 2 x inner], quantized by row.
 
-    Mode 1 limits both factors, if there is a limit, sharpens the first by *glu_alpha* and shifts the second.
+    Mode 1 limits both factors, if there is a limit, sharpens the first by *glu_alpha* and shifts the second. With
+    groups, *group_index* has their numbers of rows [groups], and *weight_scale* is [groups, 2 x inner].
     """
-    others = bias, quant_scale, quant_offset, group_index
+    others = bias, quant_scale, quant_offset
     if any(each is not None for each in others) or not (activate_left and quant_mode == 1):
-        raise NotImplementedError(f"npu_dequant_swiglu_quant: modes {quant_mode} and {swiglu_mode}, biases or groups")
+        raise NotImplementedError(f"npu_dequant_swiglu_quant: modes {quant_mode} and {swiglu_mode}, or biases")
     options = (clamp_limit or torch.inf, glu_alpha, glu_bias) if swiglu_mode == 1 else (torch.inf, 1.0, 0.0)
     out = x.new_empty(x.shape[0], x.shape[1] // 2, dtype=torch.int8)
     scales = x.new_empty(x.shape[0], dtype=torch.float32)
-    launch("DequantSwigluQuant", compute_product_activation, x, weight_scale, activation_scale, out, scales, *options)
+    inputs = x, weight_scale, activation_scale, group_index
+    launch("DequantSwigluQuant", compute_product_activation, *inputs, out, scales, *options)
     return out, scales
 
 
@@ -307,6 +309,7 @@ def compute_product_activation(
     x: torch.Tensor,
     scales: torch.Tensor,
     token_scales: torch.Tensor,
+    groups: torch.Tensor | None,
     out: torch.Tensor,
     out_scales: torch.Tensor,
     limit: float,
@@ -314,6 +317,9 @@ def compute_product_activation(
     shift: float,
 ) -> None:
     """Scale, activate and quantize in float32; the exponential in float64, as in linear_attention.py."""
+    if groups is not None:  # rows after the last group are padding, which nothing reads
+        of_rows = scales.reshape(len(groups), -1).repeat_interleave(groups, dim=0)
+        scales = torch.cat((of_rows, of_rows.new_zeros(len(x) - len(of_rows), of_rows.shape[1])))
     gate, up = (x.float() * scales.float() * token_scales.float()[:, None]).chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     compute_quantization(gate * torch.sigmoid(alpha * gate.double()).float() * (up + shift), out, out_scales)

@@ -108,6 +108,13 @@ class Recipe(NamedTuple):
         return f"{bits}_{shared_exponents[0].upper() if shared_exponents else 'DYNAMIC'}"
 
     @property
+    def needs_mx(self) -> bool:
+        """Whether it serves weights or caches of 8 or 4 bits with shared exponents, which the chips before A5 lack."""
+        return (
+            "MXFP" in self.scheme or "mxfp" in self.quantization or not {"fp8", "li_fp8"}.isdisjoint(self.flags.split())
+        )
+
+    @property
     def overlaps(self) -> bool:
         """Whether it prefills on more than one rank: where dual-batch overlap would pay."""
         sizes = self.tensor_parallel, self.data_parallel, self.pipeline_parallel
@@ -162,6 +169,9 @@ def make_command(recipe: Recipe, folder: Path, release: str = LATEST_ASCEND) -> 
     variables = {"PYTHONPATH": str(folder / "packages")}
     if recipe.second_runner:
         variables["VLLM_USE_V2_MODEL_RUNNER"] = recipe.second_runner
+        variables["STANDIN_ASCEND_TRITON"] = "1"
+    if recipe.needs_mx:
+        variables["STANDIN_ASCEND_CHIP"] = "A5"
     if not {"eplb", "eplb16"}.isdisjoint(flags):
         variables["DYNAMIC_EPLB"] = "true"
     return arguments, variables

@@ -108,6 +108,7 @@ ARITHMETIC = (
     Case("aclnnClampMin", lambda a: a.clamp_min(1), (X,), NUMBERS),
     Case("aclnnClamp", lambda a: (a.clamp(-1, 2), a.clamp(min=0), a.clamp(max=0)), (X,), NUMBERS),
     Case("aclnnAbs", torch.abs, (X,), NUMBERS),
+    Case("aclnnNanToNum", lambda a: torch.nan_to_num(a / 0, 0.5, 2.0, -3.0), (X,)),
     Case("aclnnNeg", torch.neg, (X,), NUMBERS),
     Case("aclnnReciprocal", torch.reciprocal, (POSITIVE,)),
     Case("aclnnReciprocal", lambda a: 2 / a, (POSITIVE,)),

@@ -57,6 +57,11 @@ STANDIN_OPERATOR(aclnnClamp, (AclTensor self, AclScalar least, AclScalar most, A
 
 STANDIN_BINARY(aclnnClampMin, AclScalar, self.clamp_min(other))
 
+STANDIN_OPERATOR(aclnnNanToNum, (AclTensor self, float nan, float most, float least, AclTensor out),
+                 [self = hold(self), nan, most, least, out = hold(out)] {
+                     store(out, self.nan_to_num(nan, most, least));
+                 })
+
 STANDIN_UNARY(aclnnAbs, self.abs())
 STANDIN_UNARY(aclnnNeg, self.neg())
 STANDIN_UNARY(aclnnReciprocal, self.reciprocal())
