@@ -91,8 +91,8 @@ def _list_differences(whole: Any, part: Any, piece: BatchSlice, has_slots: bool,
         lengths, own_lengths = getattr(whole, "seq_lens", None), getattr(part, "seq_lens", None)
         if isinstance(lengths, torch.Tensor) and isinstance(own_lengths, torch.Tensor):
             later = (edges[1:] - piece.last_token).clamp(min=0)  # tokens of a cut request after this slice
-            ends = lengths.cpu()[piece.requests][: len(later)] - later
-            yield from _compare_rows("lengths of sequences", ends, own_lengths)
+            known = lengths.cpu()[piece.requests][: len(later)]  # padding may have queries, and no lengths
+            yield from _compare_rows("lengths of sequences", known - later[: len(known)], own_lengths)
     slots, own_slots = getattr(whole, "slot_mapping", None), getattr(part, "slot_mapping", None)
     if has_slots and isinstance(slots, torch.Tensor) and isinstance(own_slots, torch.Tensor):
         yield from _compare_rows("slots", slots[piece.tokens], own_slots)

@@ -12,7 +12,6 @@ from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
 from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
-from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
 from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import is_earlier, replicates_shared_experts
 from dbo_runtime.vllm_plugin.platforms.npu_indices import check_stages
 
@@ -175,7 +174,7 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
     features = (
         (shards_cache, "decode context parallel with vllm-ascend 0.23"),
         (
-            has_chunks and shares_out_tokens(),
+            has_chunks and _shares_out_tokens(vllm_config),
             "context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)",
         ),
         (has_chunks and in_pipeline, "FlashComm in a pipeline with vllm-ascend 0.23"),
@@ -191,6 +190,12 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
         (bool(config.layer_sharding), "weights shared out by layer (layer_sharding)"),
     )
     return _decline_used(features)
+
+
+def _shares_out_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether sparse attention is context parallel in 0.23, whose own function needs a current configuration."""
+    is_sparse = hasattr(vllm_config.model_config.hf_text_config, "index_topk")
+    return is_sparse and bool((vllm_config.additional_config or {}).get("enable_dsa_cp"))
 
 
 def _decline_used(features: Iterable[tuple[bool, str]]) -> Iterator[Decline]:

@@ -62,6 +62,19 @@ def test_what_fits_passes(changes: dict[str, Any]) -> None:
     assert find_problem(STEP, make_contexts(**changes), SLICES) == ""
 
 
+def test_a_query_of_padding_alone_is_none_of_the_slice() -> None:
+    """Of vllm-ascend 0.23: the step's metadata has a last query for two tokens of padding, and perhaps no length."""
+    step = make_context([0, 7, 10, 12], [12, 3], SLOTS, num_actual_tokens=10)
+    slices = [SLICES[0], BatchSlice(0, 3, 4, 12)]
+    assert find_problem(step, make_contexts(), slices) == ""
+    assert "lengths of sequences" in find_problem(step, make_contexts(seq_lens=torch.tensor([12, 4])), slices)
+
+
+def test_a_slice_without_requests_of_a_kind_has_nothing_to_compare() -> None:
+    empty = make_context([0, 0], [], SLOTS[:0], num_actual_tokens=0)
+    assert find_problem(empty, [empty], [BatchSlice(0, 0, 0, 0)]) == ""
+
+
 def test_padding_is_a_request_of_the_slice_only() -> None:
     """Of a data parallel rank: two tokens of padding, which the metadata of neither step nor slice has."""
     slices = [SLICES[0], BatchSlice(0, 3, 4, 12)]

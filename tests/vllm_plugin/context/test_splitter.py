@@ -439,6 +439,28 @@ def test_on_cuda_a_batch_padded_to_the_size_of_a_graph_is_split_and_the_last_par
 
 
 @pytest.mark.usefixtures("_traced")
+@pytest.mark.parametrize("cuts", [(5,), (6, 11), (TOKENS - 1,)], ids=str)
+def test_a_last_request_of_padding_alone_is_none_of_the_batch(cuts: tuple[int, ...]) -> None:
+    """vllm-ascend 0.23 adds one where FlashComm pads a batch."""
+    padded = TOKENS + 4
+    common = make_common((*QUERY_LENS, 4), (*COMPUTED, 0), num_actual_tokens=TOKENS)
+    context = make_context(build(make_group(), common), is_padding=torch.zeros(padded, dtype=torch.bool))
+    context.slot_mapping = {"layers.0": torch.arange(padded)}
+    splitter = ContextSplitter(get_platform("cuda"), CONFIG)  # a platform that pads batches
+    batch = splitter.read_batch(context, padded)
+    assert isinstance(batch, Batch)
+    assert (batch.tokens, batch.prefill_tokens) == (padded, TOKENS)
+    slices = slice_batch(replace(batch, decode_len=0), cuts)
+    parts, expected = splitter.split(context, slices), split(make_context(build(make_group())), *cuts)
+    assert isinstance(parts, list)
+    for part, other in zip(parts, expected, strict=True):
+        own, reference = part.attn_metadata["layers.0"].common, other.attn_metadata["layers.0"].common
+        assert own.num_actual_tokens == reference.num_actual_tokens
+        assert own.query_start_loc_cpu.tolist() == reference.query_start_loc_cpu.tolist()
+        assert own.seq_lens.tolist() == reference.seq_lens.tolist()
+
+
+@pytest.mark.usefixtures("_traced")
 def test_a_context_that_cannot_be_split_declines() -> None:
     context = make_context(build(make_group()), is_padding=torch.zeros(TOKENS + 4, dtype=torch.bool))
     assert make_splitter().read_batch(context, TOKENS) == Decline("padded batch")

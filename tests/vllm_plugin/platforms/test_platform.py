@@ -297,20 +297,20 @@ def test_flashcomm_of_vllm_ascend_0_23_is_declined_where_it_is_more_than_chunks(
     assert list_features(staged) == ["FlashComm in a pipeline with vllm-ascend 0.23"]
     chosen_by_token = "FlashComm with experts that are chosen by the token, with vllm-ascend 0.23"
     assert list_features(hashed) == [chosen_by_token]
-    install_0_23(monkeypatch, shares_out_tokens=True, **{setting: True})
-    assert list_features(make_configured()) == [
-        "context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)"
-    ]
+    sparse = make_configured()
+    sparse.model_config.hf_text_config.index_topk = 2048
+    assert list_features(sparse) == []
+    sparse.additional_config = {"enable_dsa_cp": True}
+    assert list_features(sparse) == ["context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)"]
     install_0_23(monkeypatch)
     assert list_features(staged) == list_features(hashed) == []
 
 
-def install_0_23(monkeypatch: pytest.MonkeyPatch, shares_out_tokens: bool = False, **settings: Any) -> None:
+def install_0_23(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """Let vllm-ascend 0.23 be installed, as far as its features are read, with these settings."""
-    config, parts = ModuleType("vllm_ascend.ascend_config"), ModuleType("vllm_ascend.utils")
+    config = ModuleType("vllm_ascend.ascend_config")
     config.get_ascend_config = lambda: make_ascend_config(**{**SETTINGS_OF_0_23, **settings})
-    parts.enable_dsa_cp = lambda: shares_out_tokens
-    for module in (ModuleType("vllm_ascend"), config, parts):
+    for module in (ModuleType("vllm_ascend"), config):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -342,7 +342,10 @@ def make_configured(ranks_with_keys: int = 1) -> Any:
             enable_expert_parallel=True,
         ),
         quant_config=None,
-        model_config=SimpleNamespace(architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True),
+        additional_config={},
+        model_config=SimpleNamespace(
+            architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True, hf_text_config=SimpleNamespace()
+        ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
         speculative_config=None,
