@@ -47,6 +47,8 @@ OPTIONS = {
     "index_cache": '--hf-overrides={"use_index_cache": true, "index_topk_freq": 4}',
 }
 
+NESTED = ("text_config", "llm_config", "thinker_config")  # names of a decoder's configuration
+
 PACKAGES = {  # that connectors and drafters import; nothing of them is called for a configuration
     "mooncake.engine": "class TransferEngine: ...",
     "mooncake.store": "class ReplicateConfig: ...\nclass MooncakeDistributedStore: ...",
@@ -156,7 +158,7 @@ def make_command(recipe: Recipe, folder: Path, release: str = LATEST_ASCEND) -> 
     if recipe.drafter:
         drafts: dict[str, Any] = {"method": recipe.drafter, "num_speculative_tokens": DRAFTS}
         if recipe.drafter in DRAFTERS:
-            text = config.get("text_config", config)
+            text = _find_text(config)
             shared = {name: text[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")}
             drafts["model"] = str(_write(folder / "drafter", {**DRAFTERS[recipe.drafter], **shared}))
         arguments.append(f"--speculative-config={json.dumps(drafts)}")
@@ -184,6 +186,12 @@ def _write_model(folder: Path, config: dict[str, Any], scheme: str | None) -> Pa
     if scheme is not None:
         _write(folder, {"model_quant_type": scheme}, "quant_model_description.json")
     return folder
+
+
+def _find_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a model's decoder, which models of several modalities nest."""
+    nested = next((config[name] for name in NESTED if name in config), None)
+    return config if nested is None else _find_text(nested)
 
 
 def _make_transfer(recipe: Recipe) -> dict[str, Any]:
