@@ -118,6 +118,11 @@ def fill() -> None:
 
 def set_chip(name: str) -> None:
     """Let vllm-ascend take the chip for this one."""
+    if not is_there("vllm_ascend.device.device_config"):  # 0.23.0
+        from vllm_ascend import utils
+
+        utils._ascend_device_type = utils.AscendDeviceType[name]
+        return
     from vllm_ascend.device import device_config, hardware_profile
 
     kind = device_config.AscendDeviceType[name]
