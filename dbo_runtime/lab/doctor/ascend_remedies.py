@@ -19,7 +19,6 @@ ASCEND_REMEDIES = (
         (
             "not supported yet: FlashComm (sequence-parallel MoE) with deepstack",
             "not supported yet: FlashComm in a pipeline with vllm-ascend 0.23",
-            "not supported yet: FlashComm with experts that are chosen by the token, with vllm-ascend 0.23",
             "not supported yet: FlashComm 2",
             "not supported yet: context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)",
             "not supported yet: MegaMoe (enable_fused_mc2: 2)",
@@ -62,6 +61,14 @@ ASCEND_REMEDIES = (
         ),
         "a feature of vllm-ascend with which split steps were not made to agree with unsplit ones",
         "if you can serve without it, leave it out; otherwise nothing: such a server runs unsplit",
+    ),
+    Remedy(
+        (
+            "not supported yet: DeepSeek V4 as in vllm-ascend 0.23",
+            "not supported yet: linear attention with vllm-ascend 0.23",
+        ),
+        "the model's layers are others in that release than those that the adapter takes apart",
+        "vllm-ascend 0.30.0rc2",
     ),
     Remedy(
         ("not supported yet: vLLM's second model runner with vllm-ascend",),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
-from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS, Proven
+from dbo_runtime.vllm_plugin.api.known import HYBRID_MODELS, SPARSE_MODELS, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import is_earlier, replicates_shared_experts
 from dbo_runtime.vllm_plugin.platforms.npu_indices import check_stages
@@ -170,7 +170,7 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
     """Yield features in use that 0.23.0 has and 0.30 lacks, or has in another form."""
     shards_cache = vllm_config.parallel_config.decode_context_parallel_size > 1
     in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
-    has_chunks = replicates_shared_experts(config)
+    has_chunks, architecture = replicates_shared_experts(config), vllm_config.model_config.architecture
     features = (
         (shards_cache, "decode context parallel with vllm-ascend 0.23"),
         (
@@ -178,10 +178,9 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
             "context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)",
         ),
         (has_chunks and in_pipeline, "FlashComm in a pipeline with vllm-ascend 0.23"),
-        (
-            has_chunks and vllm_config.model_config.architecture == "DeepseekV4ForCausalLM",
-            "FlashComm with experts that are chosen by the token, with vllm-ascend 0.23",
-        ),
+        (architecture == "DeepseekV4ForCausalLM", "DeepSeek V4 as in vllm-ascend 0.23"),
+        # It writes its results to a tensor that it is given.
+        (architecture in HYBRID_MODELS, "linear attention with vllm-ascend 0.23"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map as in vllm-ascend 0.23 (eplb_config)"),
         (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),

@@ -290,20 +290,33 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
 def test_flashcomm_of_vllm_ascend_0_23_is_declined_where_it_is_more_than_chunks(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged, hashed = make_configured(), make_configured()
+    staged, sparse = make_configured(), make_configured()
     staged.parallel_config.pipeline_parallel_size = 2
-    hashed.model_config.architecture = "DeepseekV4ForCausalLM"
     install_0_23(monkeypatch, **{setting: True})
     assert list_features(staged) == ["FlashComm in a pipeline with vllm-ascend 0.23"]
-    chosen_by_token = "FlashComm with experts that are chosen by the token, with vllm-ascend 0.23"
-    assert list_features(hashed) == [chosen_by_token]
-    sparse = make_configured()
     sparse.model_config.hf_text_config.index_topk = 2048
     assert list_features(sparse) == []
     sparse.additional_config = {"enable_dsa_cp": True}
     assert list_features(sparse) == ["context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)"]
     install_0_23(monkeypatch)
-    assert list_features(staged) == list_features(hashed) == []
+    assert list_features(staged) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "feature"),
+    [
+        ("DeepseekV4ForCausalLM", "DeepSeek V4 as in vllm-ascend 0.23"),
+        ("Qwen3NextForCausalLM", "linear attention with vllm-ascend 0.23"),
+        ("Qwen3_5MoeForConditionalGeneration", "linear attention with vllm-ascend 0.23"),
+    ],
+)
+def test_models_whose_layers_were_others_in_0_23_are_declined_before_they_are_loaded(
+    architecture: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = make_configured()
+    served.model_config.architecture = architecture
+    install_0_23(monkeypatch)
+    assert list_features(served) == [feature]
 
 
 def install_0_23(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
