@@ -12,6 +12,7 @@ from dbo_runtime.vllm_plugin.api.metadata import slice_common_metadata
 from dbo_runtime.vllm_plugin.context.checks import get_extents
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
@@ -32,6 +33,14 @@ def slice_common(
         changed.update((name, None) for name in sliced.dropped if hasattr(common, name))
         parts.append(replace(common, **changed))
     return parts
+
+
+def ends_in_padding(starts: torch.Tensor, tokens: int) -> bool:
+    """Return whether the last query holds only padding, as vllm-ascend 0.23 adds one where FlashComm pads a batch.
+
+    *starts* are the starts of the queries, on the host [requests + 1], of a batch with *tokens* tokens.
+    """
+    return len(starts) > 2 and int(starts[-2]) == tokens < int(starts[-1])
 
 
 def drop_padding(slices: Sequence[BatchSlice], common: CommonAttentionMetadata) -> list[BatchSlice]:

@@ -10,6 +10,7 @@ import torch
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.vllm_plugin.api.metadata import has_cache
 from dbo_runtime.vllm_plugin.api.metadata_source import get_source
+from dbo_runtime.vllm_plugin.context.common_slices import ends_in_padding
 from dbo_runtime.vllm_plugin.context.states import has_states
 
 if TYPE_CHECKING:
@@ -119,11 +120,10 @@ def _compare_rows(what: str, expected: torch.Tensor, actual: torch.Tensor) -> It
 def _get_starts(metadata: Any) -> torch.Tensor | None:
     """Return the start of each query, on the host [requests + 1]; None if the metadata does not say.
 
-    A last query that is only padding is left out (vllm-ascend 0.23).
+    A last query that is only padding is left out.
     """
     starts = getattr(metadata, "query_start_loc", None)
     if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or len(starts) < 2:
         return None
     starts, tokens = starts.cpu(), getattr(metadata, "num_actual_tokens", None)
-    is_padded = len(starts) > 2 and isinstance(tokens, int) and int(starts[-2]) == tokens < int(starts[-1])
-    return starts[:-1] if is_padded else starts
+    return starts[:-1] if isinstance(tokens, int) and ends_in_padding(starts, tokens) else starts

@@ -36,7 +36,7 @@ from dbo_runtime.vllm_plugin.context.checks import (
     is_causal,
     is_in_use,
 )
-from dbo_runtime.vllm_plugin.context.common_slices import drop_padding, slice_common
+from dbo_runtime.vllm_plugin.context.common_slices import drop_padding, ends_in_padding, slice_common
 from dbo_runtime.vllm_plugin.context.states import (
     ALIGNED,
     check_drafts,
@@ -263,15 +263,14 @@ class ContextSplitter:
         return None
 
     def _read_source(self, metadata: AttentionMetadata) -> MetadataSource | Decline:
-        """Return what *metadata* was built from, without a last request that is only padding (vllm-ascend 0.23)."""
+        """Return what *metadata* was built from, without a last request that is only padding."""
         source = get_source(metadata)
         if source is None:
             return Decline("attention metadata of unknown origin", type(metadata).__name__)
         common = source.common
-        starts, tokens = common.query_start_loc_cpu, common.num_actual_tokens
-        if len(starts) < 3 or not int(starts[-2]) == tokens < int(starts[-1]):
+        if not ends_in_padding(common.query_start_loc_cpu, common.num_actual_tokens):
             return source
-        requests = BatchSlice(0, len(starts) - 2, 0, tokens)
+        requests = BatchSlice(0, common.num_reqs - 1, 0, common.num_actual_tokens)
         return replace(source, common=slice_common(common, [requests], self.platform.fields)[0])
 
     def _list_unknown(self, common: CommonAttentionMetadata) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ class Command(NamedTuple):
     """A command of a block.
 
     Attributes:
-        line: where its block starts.
+        line: line number of the start of its block.
         words: the command's words, as a shell has them but for variables.
-        variables: what the block, and the command itself, assigns before it.
+        variables: values assigned before it, in the block and in the command itself.
     """
 
     line: int

@@ -60,7 +60,7 @@ class ServeCommand(NamedTuple):
         place: its page and line.
         model: the model, as the command has it.
         options: the options by their long name with hyphens, and None for those without a value.
-        variables: what its block assigns before it.
+        variables: values that its block assigns before it.
     """
 
     place: tuple[str, int]

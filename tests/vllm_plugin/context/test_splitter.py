@@ -414,6 +414,22 @@ def test_one_group_of_layers_that_cannot_be_split_declines() -> None:
     assert found == Decline("attention metadata field not supported yet", "num_logits_indices")
 
 
+def split_padded(context: ForwardContext, padded: int, cuts: Sequence[int]) -> list[ForwardContext]:
+    """Split a step of *padded* tokens; compare the metadata of its parts with those of the batch without padding."""
+    splitter = ContextSplitter(get_platform("cuda"), CONFIG)  # a platform that pads batches
+    batch = splitter.read_batch(context, padded)
+    assert isinstance(batch, Batch)
+    assert (batch.tokens, batch.prefill_tokens) == (padded, TOKENS)
+    parts = splitter.split(context, slice_batch(replace(batch, decode_len=0), cuts))
+    assert isinstance(parts, list)
+    for part, other in zip(parts, split(make_context(build(make_group())), *cuts), strict=True):
+        own, reference = part.attn_metadata["layers.0"].common, other.attn_metadata["layers.0"].common
+        assert own.num_actual_tokens == reference.num_actual_tokens
+        assert own.query_start_loc_cpu.tolist() == reference.query_start_loc_cpu.tolist()
+        assert own.seq_lens.tolist() == reference.seq_lens.tolist()
+    return parts
+
+
 @pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("cuts", [(5,), (6, 11), (TOKENS - 1,)], ids=str)
 def test_on_cuda_a_batch_padded_to_the_size_of_a_graph_is_split_and_the_last_part_has_the_padding(
@@ -424,17 +440,7 @@ def test_on_cuda_a_batch_padded_to_the_size_of_a_graph_is_split_and_the_last_par
     metadata = build(make_group(), make_common(slot_mapping=slots))
     context = make_context(metadata, is_padding=torch.arange(padded) >= TOKENS)
     context.slot_mapping = {"layers.0": slots}
-    splitter = ContextSplitter(get_platform("cuda"), CONFIG)
-    batch = splitter.read_batch(context, padded)
-    assert isinstance(batch, Batch)
-    assert (batch.tokens, batch.prefill_tokens) == (padded, TOKENS)
-    slices = slice_batch(replace(batch, decode_len=0), cuts)
-    parts, expected = splitter.split(context, slices), split(make_context(build(make_group())), *cuts)
-    assert isinstance(parts, list)
-    for part, other in zip(parts, expected, strict=True):
-        own, reference = part.attn_metadata["layers.0"].common, other.attn_metadata["layers.0"].common
-        assert own.num_actual_tokens == reference.num_actual_tokens
-        assert own.query_start_loc_cpu.tolist() == reference.query_start_loc_cpu.tolist()
+    parts = split_padded(context, padded, cuts)
     assert parts[-1].slot_mapping["layers.0"].tolist() == slots[cuts[-1] :].tolist()
 
 
@@ -446,18 +452,7 @@ def test_a_last_request_of_padding_alone_is_none_of_the_batch(cuts: tuple[int, .
     common = make_common((*QUERY_LENS, 4), (*COMPUTED, 0), num_actual_tokens=TOKENS)
     context = make_context(build(make_group(), common), is_padding=torch.zeros(padded, dtype=torch.bool))
     context.slot_mapping = {"layers.0": torch.arange(padded)}
-    splitter = ContextSplitter(get_platform("cuda"), CONFIG)  # a platform that pads batches
-    batch = splitter.read_batch(context, padded)
-    assert isinstance(batch, Batch)
-    assert (batch.tokens, batch.prefill_tokens) == (padded, TOKENS)
-    slices = slice_batch(replace(batch, decode_len=0), cuts)
-    parts, expected = splitter.split(context, slices), split(make_context(build(make_group())), *cuts)
-    assert isinstance(parts, list)
-    for part, other in zip(parts, expected, strict=True):
-        own, reference = part.attn_metadata["layers.0"].common, other.attn_metadata["layers.0"].common
-        assert own.num_actual_tokens == reference.num_actual_tokens
-        assert own.query_start_loc_cpu.tolist() == reference.query_start_loc_cpu.tolist()
-        assert own.seq_lens.tolist() == reference.seq_lens.tolist()
+    split_padded(context, padded, cuts)
 
 
 @pytest.mark.usefixtures("_traced")
