@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
-from dbo_runtime.vllm_plugin.platforms.npu_features import EXPERT_SCHEMES
 from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands, list_evidence
 from tests.support.ascend.proofs import list_all, list_proofs
 from tests.support.ascend.recipe_models import MODELS, SCHEMES
@@ -72,7 +73,8 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
     assert ask(recipe).reasons == ()
     balanced = recipe._replace(model="a-w4a4", flags="eplb16")
     assert ask(balanced).reasons == (
-        f"the MoE method cannot be decomposed (W4A4_DYNAMIC; known: {', '.join(EXPERT_SCHEMES)})",
+        "the MoE method cannot be decomposed "
+        "(W4A4_DYNAMIC; known: W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8_MXFP8, W4A8_MXFP, W4A4_MXFP4)",
         "not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",
     )
 
@@ -84,6 +86,21 @@ def test_what_is_not_proven_is_split_and_compared() -> None:
     assert answer.reasons == ()
     assert answer.verdict == "split, first steps compared: quantized weights W4A4_MXFP4"
     assert answer.proofs == ("test_first_steps.py",)
+
+
+@pytest.mark.slow
+def test_asked_in_a_fork_a_command_is_judged_as_in_a_new_process() -> None:
+    """Forks are made by a process of their own, because this one has loaded vLLM's plugins."""
+    recipes = [each for each in RECIPES if (each.page, each.line) in {("DeepSeek-V3.1.md", "179"), ("GLM5.md", "186")}]
+    program = (
+        "from tests.ascend.count_recipes import Recipe, ask_all\n"
+        f"for answer in ask_all([{', '.join(map(repr, recipes))}]):\n"
+        "    print('ANSWER', answer)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = [line.removeprefix("ANSWER ") for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert found == [str(ask(recipe)) for recipe in recipes]
+    assert len(found) == 2
 
 
 @pytest.mark.slow
