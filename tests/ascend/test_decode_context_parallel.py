@@ -32,7 +32,7 @@ from tests.support.ascend.equivalence import (
     assert_data_parallel_prefills_are_close,
     assert_prefills_are_equal,
 )
-from tests.support.ascend.jobs import answer, cut_at_boundaries, find_planner, generate, make_prompts
+from tests.support.ascend.jobs import answer, cut_at_boundaries, find_decider, generate, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, STATIC, quantize_model
 from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
 from tests.support.ascend.options import A3, FUSED, GRAPHS
@@ -211,6 +211,6 @@ def find_block_sizes(engine: Engine, rank: int) -> list[int]:
 
 
 def _find_block_size(worker: Any) -> int:
-    splitter = find_planner(worker)._splitter
+    splitter = find_decider(worker).splitter
     builder, _ = next(iter(splitter._builders.values()))
     return int(splitter._read_blocks(SimpleNamespace(layer_names=builder.layer_names))[1])

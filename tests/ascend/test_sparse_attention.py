@@ -25,7 +25,7 @@ from tests.support.ascend.jobs import (
     answer_in_chunks,
     answer_in_micro_batches,
     answer_in_nano_batches,
-    find_planner,
+    find_decider,
     make_prompts,
 )
 from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
@@ -164,7 +164,7 @@ def count_tables(engine: Engine, rank: int) -> list[int]:
 
 
 def _count_tables(worker: Any) -> int:
-    splitter = find_planner(worker)._splitter
+    splitter = find_decider(worker).splitter
     builders = [builder for _, own in splitter._builders.values() for builder in own]
     return max(len(getattr(builder, "_rope_buffers", ())) for builder in builders)
 

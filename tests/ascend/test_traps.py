@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.ascend.jobs import cut_at_boundaries, find_planner, generate, make_prompts
+from tests.support.ascend.jobs import cut_at_boundaries, find_decider, generate, make_prompts
 from tests.support.ascend.traps import PLATFORM, PROMPTS, keep_rotary_tables
 from tests.support.vllm.engine import Answer, Engine, find_difference
 from tests.support.vllm.ranks import Ranks
@@ -250,6 +250,6 @@ def test_the_device_is_the_npu_whatever_the_runner_makes_of_cuda_names(one_npu: 
 
 def name_device(engine: Engine, rank: int) -> tuple[str, str]:
     """Return the class of the device on which steps are split, and where its lanes' streams are."""
-    runtime = find_planner(engine.llm.llm_engine.model_executor.driver_worker.worker).runtime
+    runtime = find_decider(engine.llm.llm_engine.model_executor.driver_worker.worker).runtime
     lanes = runtime.device.open_lanes(("compute", "comm"))
     return type(runtime.device).__name__, lanes[1].stream.device.type

@@ -14,7 +14,16 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-KNOWN_DRAFTERS = ("ngram", "suffix", "draft_model", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle", "eagle3")
+KNOWN_DRAFTERS: tuple[str, ...] = (
+    "ngram",
+    "suffix",
+    "draft_model",
+    "deepseek_mtp",
+    "glm4_moe_mtp",
+    "qwen3_5_mtp",
+    "eagle",
+    "eagle3",
+)
 """Methods of speculative decoding with which steps are split, as named by `name_drafter`.
 
 Split steps were compared with unsplit ones for all methods but `suffix`, which drafts on the host as `ngram` does.

@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from dbo_runtime.batch import Batch
 from tests.support.vllm.engine import Answer, Engine, make_prompt
+
+if TYPE_CHECKING:
+    from dbo_runtime.vllm_plugin.step.decision import StepDecider
+    from dbo_runtime.vllm_plugin.step.forward import SplitForward
 
 Prompts = Sequence[Sequence[int]]
 
@@ -103,7 +107,7 @@ def cut_at_boundaries(engine: Engine, rank: int) -> None:
 
 
 def _cut_at_boundaries(worker: Any) -> None:
-    find_planner(worker).choose_cuts = find_middle_boundary
+    find_decider(worker).choose_cuts = find_middle_boundary
 
 
 def find_middle_boundary(batch: Batch) -> list[int]:
@@ -112,9 +116,10 @@ def find_middle_boundary(batch: Batch) -> list[int]:
     return sorted(boundaries, key=lambda cut: abs(2 * cut - batch.tokens))[:1]
 
 
-def find_planner(worker: Any) -> Any:
-    """Return what plans a worker's steps."""
-    return worker.model_runner.get_model().forward.decider
+def find_decider(worker: Any) -> StepDecider:
+    """Return what decides on a worker's steps."""
+    forward: SplitForward = worker.model_runner.get_model().forward
+    return forward.decider
 
 
 def generate(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tests.standin.cann.cann import Kernel, load
-from tests.support.ascend.jobs import find_planner, make_prompts
+from tests.support.ascend.jobs import find_decider, make_prompts
 from tests.support.vllm.engine import Engine
 
 REDUCE = "HcclAllReduce"
@@ -66,7 +66,7 @@ def _end_trace(worker: Any) -> Instruction:
     standin = load()
     assert standin is not None
     standin.calm()
-    (executor,) = find_planner(worker).runtime._executors._executors.values()
+    (executor,) = find_decider(worker).runtime._executors._executors.values()
     lanes: dict[str, list[Op]] = {"compute": [], "comm": []}
     for step in executor.schedule.instructions:
         lanes[step.op.lane].append((step.op.layer, step.issue.micro_batch, step.op.name))

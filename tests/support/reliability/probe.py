@@ -88,6 +88,7 @@ def _run_process(model: Path, dtype: str, wanted: Sequence[tuple[str, str]]) -> 
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        process.stdout.close()
 
 
 def main(model: str, dtype: str, words: Sequence[str]) -> None:

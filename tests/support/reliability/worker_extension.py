@@ -19,15 +19,16 @@ class Extension(WorkerExtension):
         """Let steps from now on have the fault of this name; None returns to what is right."""
         forward = self._dbo_forward()
         assert forward is not None
-        runtime, splitter = forward.runtime, forward.decider._splitter
-        kept = vars(splitter).setdefault("_right", (runtime.program, splitter.split))
-        runtime.program, splitter.split = kept
+        runtime, splitter = forward.runtime, forward.decider.splitter
+        program, split = vars(splitter).setdefault("_right", (runtime.program, splitter.split))
+        runtime.program = program
         for fault in ADAPTER_FAULTS:
             if fault.__name__ == name:
                 runtime.program = fault(runtime.program)
         for change in METADATA_FAULTS:
             if change.__name__ == name:
-                splitter.split = change_contexts(kept[1], change)
+                split = change_contexts(split, change)
+        vars(splitter)["split"] = split
         runtime._executors.clear()
         runtime._sanitized.clear()
 
