@@ -45,7 +45,7 @@ DRAFTERS = {
 }
 DATA_PARALLEL = {
     DEEPSEEK_V4: f"{DEEPSEEK_V4}::test_data_parallel_ranks_of_chunks_are_equal",
-    EQUIVALENCE: f"{EQUIVALENCE}::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
+    EQUIVALENCE: "test_data_parallel.py::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
     SPARSE: f"{SPARSE}::test_data_parallel_ranks_of_different_sizes_are_equal",
     LINEAR: f"{LINEAR}::test_data_parallel_ranks_are_equal_to_the_bit",
     MINIMAX: f"{MINIMAX}::test_data_parallel_ranks_of_chunks_are_equal",
