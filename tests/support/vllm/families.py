@@ -134,7 +134,9 @@ FAMILIES = {  # by architecture
     "DeepseekV3ForCausalLM": Family("deepseek_v3", {**LATENT, "q_lora_rank": 64, "topk_method": "noaux_tc"}),
     "DeepseekV32ForCausalLM": Family("deepseek_v32", INDEXED),
     "GlmMoeDsaForCausalLM": Family("glm_moe_dsa", INDEXED),
-    "Qwen3NextForCausalLM": Family("qwen3_next", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", {"pad_token_id": None, **ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}
+    ),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", {**ATTENTION, **LINEAR}),
     "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", {**ATTENTION, **LINEAR, **EXPERTS, **SHARED_EXPERT}),
     "CohereForCausalLM": Family("cohere", {**ATTENTION, **IDS, "use_qk_norm": True}),
