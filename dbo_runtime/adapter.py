@@ -4,7 +4,7 @@ Import these names from here. The code is in `dbo_runtime.adapters`, which modul
 directly.
 """
 
-from dbo_runtime.adapters.communication import Collectives, ExpertParallel, LatentAttention
+from dbo_runtime.adapters.communication import Collectives, DividedAttention, ExpertParallel, LatentAttention
 from dbo_runtime.adapters.contract import (
     INPUT_IDS,
     KEPT,
@@ -25,6 +25,7 @@ __all__ = [
     "KEPT",
     "POSITIONS",
     "Collectives",
+    "DividedAttention",
     "EncoderAdapter",
     "ExpertParallel",
     "InputAdapter",

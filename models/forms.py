@@ -9,7 +9,7 @@ from operator import add
 from typing import Any
 
 from dbo_models.collectives import record_reduce
-from dbo_models.layers import Attend, call_attention
+from dbo_models.layers import Attend, WithoutReduce, call_attention, divide_attention, keep_reduce
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -43,8 +43,7 @@ class BlockRecorder:
 
         Query and key norms, sliding windows and soft caps are inside the module, so they need no declaration.
         """
-        module = self.collectives.without_reduce(partial(self.attend, attention))
-        return self._reduce("attention", self.p.compute("attention", module, self.positions, x, ordered=True))
+        return self._reduce("attention", self._record_attention(attention, x, self.collectives.without_reduce))
 
     def record_parallel(self, attention: Any, mlp: Any, x: Value, x_of_mlp: Value | None = None) -> Value:
         """Declare attention and MLP whose partial sums are added before one all-reduce, as in Cohere's layers.
@@ -55,9 +54,15 @@ class BlockRecorder:
 
         Returns the sum of both [tokens, hidden], reduced.
         """
-        attended = self.p.compute("attention", partial(self.attend, attention), self.positions, x, ordered=True)
+        attended = self._record_attention(attention, x, keep_reduce)
         part = self.p.compute("mlp", mlp, x if x_of_mlp is None else x_of_mlp, token_wise=True)
         return self._reduce("parallel", self.p.compute("parallel_add", add, attended, part, token_wise=True))
+
+    def _record_attention(self, attention: Any, x: Value, without_reduce: WithoutReduce) -> Value:
+        module = without_reduce(partial(self.attend, attention))
+        parts = divide_attention(self.collectives, attention, self.attend, without_reduce)
+        attended: Value = self.p.compute("attention", module, self.positions, x, ordered=True, parts=parts)
+        return attended
 
     def _reduce(self, name: str, part: Value) -> Value:
         reduced: Value = record_reduce(self.p, f"{name}_reduce", self.collectives, part)

@@ -12,7 +12,7 @@ from dbo_models.collectives import record_gather, record_reduce
 from dbo_models.experts import ExpertsRecorder
 from dbo_runtime.adapter import Collectives, LatentAttention, name_auxiliary
 from dbo_runtime.decline import Decline
-from dbo_runtime.program import ProgramBuilder, Value
+from dbo_runtime.program import Program, ProgramBuilder, Value
 
 Attend = Callable[[Any, Any, Any], Any]
 """Calls an attention module: (module, positions [tokens], x [tokens, hidden]) -> [tokens, hidden]."""
@@ -22,6 +22,9 @@ Route = Callable[[Any, Any], Any]
 
 RecordLayer = Callable[[Any, "Stream"], "Stream"]
 """Declares one layer: (layer, stream) -> the stream after it."""
+
+WithoutReduce = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a module without its final all-reduce."""
 
 RESIDUAL = "residual"  # sent between pipeline stages with the hidden states; vLLM uses the same name
 
@@ -168,17 +171,16 @@ class LayerRecorder:
         """
         attention = get_attention(layer)
         latent = self.collectives.decompose_attention(attention) if self.p.has_side else None
-        without_reduce = _keep if leaves_reduce(layer) else self.collectives.without_reduce
+        without_reduce = keep_reduce if leaves_reduce(layer) else self.collectives.without_reduce
         if latent is not None:
             return self.record_latent_attention(latent, without_reduce, x)
         name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two names: their costs differ
         module = without_reduce(partial(self.attend, attention))
-        attended: Value = self.p.compute(name, module, self.positions, x, ordered=True)
+        parts = divide_attention(self.collectives, attention, self.attend, without_reduce)
+        attended: Value = self.p.compute(name, module, self.positions, x, ordered=True, parts=parts)
         return attended
 
-    def record_latent_attention(
-        self, latent: LatentAttention, without_reduce: Callable[[Callable[..., Any]], Callable[..., Any]], x: Value
-    ) -> Value:
+    def record_latent_attention(self, latent: LatentAttention, without_reduce: WithoutReduce, x: Value) -> Value:
         """Declare latent attention with its keys concurrent to its queries, as vllm-ascend #1353 did for decodes.
 
         Keys are issued first: they take less time, and attention reads them.
@@ -202,6 +204,21 @@ class LayerRecorder:
         """Declare the all-gather of a chunk; no chunk if *tokens* is None."""
         gathered: Value = record_gather(self.p, name, self.collectives, x, tokens)
         return gathered
+
+
+def divide_attention(
+    collectives: Collectives, attention: Any, attend: Attend, without_reduce: WithoutReduce
+) -> Program | None:
+    """Return the parts of an attention module for nano-batches; None if it stays one op."""
+    divided = collectives.divide_attention(attention, attend)
+    if divided is None:
+        return None
+    p, taken = ProgramBuilder(), divided.taken
+    positions, x = p.input("positions"), p.input("x")
+    projected = p.compute("qkv", divided.project, positions, x, outputs=taken + divided.kept, token_wise=True)
+    attended = p.compute("attention_core", divided.attend, *projected[:taken], ordered=True)
+    out = p.compute("attn_out", without_reduce(divided.project_out), attended, *projected[taken:], token_wise=True)
+    return p.build(out)
 
 
 def record_add_norm(p: ProgramBuilder, name: str, norm: Any, stream: Stream) -> Stream:
@@ -257,7 +274,8 @@ def check_parts(decoder: Any, known: frozenset[str]) -> Decline | None:
     return Decline("its parts are not known", unknown) if unknown else None
 
 
-def _keep(module: Callable[..., Any]) -> Callable[..., Any]:
+def keep_reduce(module: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a module as it is: the layer, not the module, reduces its results."""
     return module
 
 

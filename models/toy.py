@@ -52,6 +52,9 @@ class ToyCollectives:
     def decompose(self, experts: Any) -> None:
         """Return None: the toy has no experts."""
 
+    def divide_attention(self, attention: Any, attend: Any) -> None:
+        """Return None: the toy's attention stays one op."""
+
     def without_reduce(self, module: Any) -> Any:
         """Return *module* unchanged: it already returns its partial sum."""
         return module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class ExpertParallel(Protocol):
@@ -110,6 +110,25 @@ class LatentAttention(Protocol):
         """Project back -> [tokens, hidden]. Ends in an all-reduce, like attention declared as one op."""
 
 
+class DividedAttention(NamedTuple):
+    """An attention module, divided at the call of attention itself. Each function is one op's.
+
+    Attributes:
+        project: (positions [tokens], x [tokens, hidden]) -> what attention takes, such as queries, keys and values, and
+            then what is kept for `project_out`, such as a gate; each [tokens, ...]. Token-wise.
+        attend: takes what `project` has returned for it -> [tokens, heads * head]. Not token-wise.
+        project_out: (attended, *kept) -> [tokens, hidden]. Token-wise; ends in an all-reduce, as the module does.
+        taken: number of values that `attend` takes.
+        kept: number of values that `project_out` takes besides.
+    """
+
+    project: Callable[..., Any]
+    attend: Callable[..., Any]
+    project_out: Callable[..., Any]
+    taken: int
+    kept: int = 0
+
+
 class Collectives(Protocol):
     """A layer's communication, independent of the serving framework."""
 
@@ -132,6 +151,12 @@ class Collectives(Protocol):
 
     def decompose_attention(self, attention: Any) -> LatentAttention | None:
         """Return a decomposed latent attention, or None if it stays one op: another kind of attention, or fused."""
+
+    def divide_attention(self, attention: Any, attend: Callable[..., Any]) -> DividedAttention | None:
+        """Return an attention module in parts, of which most are token-wise; None if it stays one op.
+
+        *attend* calls the module: (module, positions, x) -> [tokens, hidden].
+        """
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without its final all-reduce, so that it returns this rank's partial sum.

@@ -6,6 +6,7 @@ from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.nano_batches import Rows, cut_program
+from dbo_runtime.ir.parts import divide_ops
 from dbo_runtime.ir.policies import get_policy, sequential
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Schedule
@@ -23,7 +24,7 @@ class NanoSchedules:
     """
 
     def __init__(self, program: Program, rows: Rows | None) -> None:
-        self._program = program.fold_side()
+        self._program = divide_ops(program.fold_side())
         self._rows = rows
         self._has_token_wise = any(op.token_wise for op in program.ops)
         self._schedules: BoundedDict[tuple[int, tuple[str, int]], Schedule] = BoundedDict(MAX_MICRO_BATCHES)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.ir.values import Value
+
+if TYPE_CHECKING:
+    from dbo_runtime.ir.program import Program
 
 COMPUTE = "compute"
 COMM = "comm"
@@ -37,6 +40,7 @@ class Op:
         may_move_to_side: whether the op may run on `side` instead, while another micro-batch computes on `compute`.
         token_wise: whether the results for a token depend on nothing else, so that the op may be cut into nano-batches.
         nano_batch: number of the nano-batch that the op computes; None if it computes all tokens of its micro-batch.
+        parts: program that computes the same in several ops, for steps in nano-batches; None if there is none.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Op:
     may_move_to_side: bool = False
     token_wise: bool = False
     nano_batch: int | None = None
+    parts: Program | None = field(default=None, compare=False)
 
     @property
     def label(self) -> str:

@@ -202,6 +202,7 @@ class ProgramBuilder:
         host_sync: bool = False,
         may_move_to_side: bool = False,
         token_wise: bool = False,
+        parts: Program | None = None,
     ) -> Any:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
 
@@ -211,6 +212,9 @@ class ProgramBuilder:
 
         An op's results may share memory with a value it reads only if *overwrites* names this value, as for a fused
         add-norm or an in-place reduce. Results of one op never share memory with each other.
+
+        *parts* computes the same from the same values in several ops, most of them token-wise. Its inputs stand for the
+        values read, and its outputs for the results. Steps in nano-batches run these parts instead (`ir.parts`).
 
         Raises:
             ProgramError: the declaration is wrong. The message names its `file:line`.
@@ -233,8 +237,10 @@ class ProgramBuilder:
             where,
             may_move_to_side,
             token_wise,
+            parts=parts,
         )
         self._check(op)
+        _check_parts(op)
         self._labels[op.label] = where
         self._overwritten.update(dict.fromkeys(overwrites, op))
         self._ops.append(op)
@@ -292,3 +298,11 @@ class ProgramBuilder:
                 f"{reader} reads {value} after op {writer.label!r} ({writer.declared_at}) overwrote it; "
                 f"read the result of {writer.label!r} instead. ({where})"
             )
+
+
+def _check_parts(op: Op) -> None:
+    if op.parts is not None and (len(op.parts.inputs), len(op.parts.outputs)) != (len(op.reads), len(op.writes)):
+        raise ProgramError(
+            f"op {op.label!r} reads {len(op.reads)} values and writes {len(op.writes)}, but its parts read "
+            f"{len(op.parts.inputs)} and write {len(op.parts.outputs)}. ({op.declared_at})"
+        )

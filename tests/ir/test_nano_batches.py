@@ -17,6 +17,7 @@ from dbo_runtime.engine.generated_executor import GeneratedExecutor
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.nano_batches import SIZES, NanoProgram, Rows, cut_program, group_outputs
+from dbo_runtime.ir.parts import divide_ops
 from dbo_runtime.ir.policies import alternate, get_policy, sequential
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.validate import validate, validate_collectives
@@ -71,6 +72,27 @@ def over_all(salt: int, outputs: int, overwrites: bool) -> Callable[..., Any]:
     return run
 
 
+def record_parts(salt: int, reads: int, outputs: int) -> Program:
+    """Return the parts of an op: as attention's, what comes before and after it is token-wise, and keeps a value."""
+    p = ProgramBuilder()
+    *queries, kept = p.compute(
+        f"before{salt}", per_token(salt, 3, False), *(p.input(str(n)) for n in range(reads)), outputs=3, token_wise=True
+    )
+    core = p.compute(f"core{salt}", over_all(salt + 1, 1, False), *queries, ordered=True)
+    after = p.compute(f"after{salt}", per_token(salt + 2, outputs, False), core, kept, outputs=outputs, token_wise=True)
+    return p.build(*(after if outputs > 1 else (after,)))
+
+
+def run_parts(parts: Program) -> Callable[..., Any]:
+    """Return a function that computes an op by its parts, one after the other."""
+
+    def run(*reads: Cells) -> Any:
+        (results,) = run_sequential([parts], [reads])
+        return results if len(results) > 1 else results[0]
+
+    return run
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     """One to nine ops on two lanes, in layers; at least the first is token-wise."""
@@ -83,10 +105,13 @@ def programs(draw: st.DrawFn) -> Program:
         outputs = draw(st.sampled_from([1, 1, 2]))
         lane = draw(st.sampled_from(["compute", "compute", "comm"]))
         make = per_token if token_wise else over_all
+        has_parts = not token_wise and not overwrites and draw(st.booleans())
+        parts = record_parts(number, len(reads), outputs) if has_parts else None
         written = p.op(
             f"op{number}",
-            make(number, outputs, overwrites),
+            make(number, outputs, overwrites) if parts is None else run_parts(parts),
             *reads,
+            parts=parts,
             lane=lane,
             outputs=outputs,
             ordered=not token_wise,
@@ -135,8 +160,9 @@ def test_a_cut_program_computes_what_the_program_computes(
 ) -> None:
     given = make_inputs(sum(sizes))
     (expected,) = run_sequential([program], [program.order_inputs(given)])
-    nano = cut_program(program, len(sizes), ROWS, get_policy(*policy))
-    assert join_outputs(run_cut(nano, sizes, None)) == [*expected]
+    for same in (program, divide_ops(program)):
+        nano = cut_program(same, len(sizes), ROWS, get_policy(*policy))
+        assert join_outputs(run_cut(nano, sizes, None)) == [*expected]
 
 
 @EXECUTORS
@@ -146,7 +172,7 @@ def test_lanes_compute_the_same(
 ) -> None:
     given = make_inputs(sum(sizes))
     (expected,) = run_sequential([program], [program.order_inputs(given)])
-    nano = cut_program(program, len(sizes), ROWS, get_policy(*policy))
+    nano = cut_program(divide_ops(program), len(sizes), ROWS, get_policy(*policy))
     assert join_outputs(run_cut(nano, sizes, make)) == [*expected]
 
 
@@ -175,6 +201,34 @@ def test_joint_ops_run_once_and_others_take_turns_where_they_communicate() -> No
         "L0.mlp#1",
         "L0.mlp_reduce#1",
     ]
+
+
+def test_parts_of_a_joint_op_take_turns_with_what_communicates_before_and_after_it() -> None:
+    p = ProgramBuilder()
+    x, positions = p.input("x"), p.input("positions")
+    with p.layer(0):
+        parts = record_parts(2, 2, 1)
+        x = p.compute("attention", run_parts(parts), positions, x, ordered=True, parts=parts)
+        x = p.comm("attn_reduce", per_token(5, 1, True), x, overwrites=(x,), token_wise=True)
+    program = p.build(x)
+    assert [op.label for op in program.ops] == ["L0.attention", "L0.attn_reduce"]  # in micro-batches
+    assert [op.label for op in cut_program(divide_ops(program), 2, ROWS, alternate).program.ops] == [
+        "L0.before2#0",
+        "L0.before2#1",
+        "L0.core2",
+        "L0.after2#0",
+        "L0.attn_reduce#0",
+        "L0.after2#1",
+        "L0.attn_reduce#1",
+    ]
+
+
+def test_parts_that_read_or_write_other_numbers_of_values_are_refused() -> None:
+    p = ProgramBuilder()
+    x = p.input("x")
+    message = r"op 'attention' reads 1 values and writes 1, but its parts read 2 and write 1\. \(.*test_nano_batches"
+    with pytest.raises(ProgramError, match=message):
+        p.compute("attention", over_all(1, 1, False), x, parts=record_parts(1, 2, 1))
 
 
 def test_ops_keep_what_they_were_declared_with() -> None:

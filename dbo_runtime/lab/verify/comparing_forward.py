@@ -15,6 +15,7 @@ from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import SplitError
 from dbo_runtime.ir.nano_batches import SIZES, NanoProgram, cut_program
 from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.parts import divide_ops
 from dbo_runtime.ir.policies import latest_first
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.values import Value
@@ -203,7 +204,7 @@ class ComparingForward:
     ) -> tuple[WatchedRun, list[dict[Value, Any]]]:
         """Run both nano-batches, the second first; return the run, and what each op wrote in each nano-batch."""
         sizes = [cut, len(x) - cut]
-        nano = cut_program(self.verification.program, len(sizes), TENSOR_ROWS, latest_first)
+        nano = cut_program(divide_ops(self.verification.program), len(sizes), TENSOR_ROWS, latest_first)
         slices = slice_nano_batches(sizes)
         contexts = make_nano_contexts(context, slices, self._splitter.platform)
         given = {X: x.clone(), POSITIONS: positions, SIZES: sizes}

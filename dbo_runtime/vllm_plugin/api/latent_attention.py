@@ -12,6 +12,7 @@ import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 
+from dbo_runtime.adapters.communication import DividedAttention
 from dbo_runtime.decline import Decline
 
 if TYPE_CHECKING:
@@ -70,18 +71,25 @@ class SplitLatentAttention:
     def write_keys(
         self, latent: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm and rotate the keys, and write them to the cache -> [tokens, kv_lora_rank], [tokens, 1, rotary].
+        """Norm and rotate the keys, and write them to the cache -> [tokens, kv_lora_rank], [tokens, 1, rotary]."""
+        keys, rotary = self.make_keys(latent, positions)
+        self._write(keys, rotary, slots)
+        return keys, rotary
+
+    def divide(self) -> DividedAttention:
+        """Return the parts for nano-batches: keys and queries are made token-wise, and the cache is written at once."""
+        return DividedAttention(self._project, self._write_and_attend, self.project_out, taken=3)
+
+    def make_keys(self, latent: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm and rotate the keys -> [tokens, kv_lora_rank], [tokens, 1, rotary].
 
         A kernel that rotates in place only changes columns of *latent* that no other op reads.
         """
-        module, layer = self._module, self._layer
+        module = self._module
         own = latent[:, module.q_lora_rank :] if self.has_latent else module.kv_a_proj_with_mqa(latent)[0]
         keys, rotary = own.split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
         keys = module.kv_a_layernorm(keys)
-        rotary = self._rotate(positions, rotary.unsqueeze(1))
-        if slots is not None:
-            layer.impl.do_kv_cache_update(keys, rotary, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
-        return keys, rotary
+        return keys, self._rotate(positions, rotary.unsqueeze(1))
 
     def make_queries(self, latent: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compute the queries -> [tokens, heads, head]."""
@@ -109,6 +117,20 @@ class SplitLatentAttention:
         """Project back [tokens, heads * head] -> [tokens, hidden]."""
         out: torch.Tensor = self._module.o_proj(attended)[0]
         return out
+
+    def _project(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        latent = self.project(x) if self.has_latent else x
+        keys, rotary = self.make_keys(latent, positions)
+        return self.make_queries(latent, positions), keys, rotary
+
+    def _write_and_attend(self, queries: torch.Tensor, keys: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        self._write(keys, rotary, self.get_slots())
+        return self.attend(queries, keys, rotary)
+
+    def _write(self, keys: torch.Tensor, rotary: torch.Tensor, slots: torch.Tensor | None) -> None:
+        layer = self._layer
+        if slots is not None:
+            layer.impl.do_kv_cache_update(keys, rotary, layer.kv_cache, slots, layer.kv_cache_dtype, layer._k_scale)
 
     def _rotate(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Rotate *x* [tokens, heads, rotary] by its positions.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from dbo_runtime.adapters.communication import DividedAttention
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.engine.dispatch import (
     AllGather,
@@ -21,6 +22,7 @@ from dbo_runtime.engine.dispatch import (
     reduce_rows,
 )
 from dbo_runtime.errors import ProgramError
+from dbo_runtime.vllm_plugin.api.attention import divide_attention
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.groups import make_sibling
 from dbo_runtime.vllm_plugin.api.known import REDUCING_NORMS
@@ -146,6 +148,13 @@ class ModelCollectives:
             return None
         self.fused_attention_reason = check_attention(module)
         return SplitLatentAttention(module) if self.fused_attention_reason is None else None
+
+    def divide_attention(self, attention: torch.nn.Module, attend: Callable[..., Any]) -> DividedAttention | None:
+        """Return an attention module in parts; None if it stays one op."""
+        module = get_latent_module(attention)
+        if module is None:
+            return divide_attention(attention, attend)
+        return SplitLatentAttention(module).divide() if check_attention(module) is None else None
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without its final all-reduce.

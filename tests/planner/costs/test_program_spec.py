@@ -54,6 +54,9 @@ class Collectives:
     def decompose(self, experts: Any, get_logits: Any = None, takes_chunks: bool = False) -> Experts | None:
         return self.experts
 
+    def divide_attention(self, attention: Any, attend: Any) -> None:
+        """Return None: attention stays one op."""
+
     def without_reduce(self, module: Any) -> Any:
         return module
 

@@ -99,6 +99,9 @@ class Collectives:
     def decompose_attention(self, attention: Any) -> Any:
         return Part(has_latent=True)
 
+    def divide_attention(self, attention: Any, attend: Any) -> None:
+        """Return None: attention stays one op."""
+
     def without_reduce(self, module: Any) -> Any:
         return module
 

@@ -185,6 +185,9 @@ class Parts:
     def decompose_attention(self, attention: LatentParts) -> LatentParts:
         return attention
 
+    def divide_attention(self, attention: LatentParts, attend: Any) -> None:
+        """Return None: nano-batches run attention as one op."""
+
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         return module
 

@@ -1,0 +1,182 @@
+"""Attention modules are divided at the call of attention, and compute the same. No engine needed."""
+# ruff: noqa: RET504 - the form is what is tested
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from dbo_models.layers import call_attention
+from dbo_runtime.vllm_plugin.api.attention import divide_attention, divide_forward
+
+TOKENS, WIDTH = 5, 8
+
+
+class Core(torch.nn.Module, AttentionLayerBase):
+    """Attends causally: each token to the sum of those before it."""
+
+    def get_attn_backend(self) -> Any:
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q * (k * v).cumsum(0)
+
+
+class Attention(torch.nn.Module):
+    """The form of nearly all of vLLM's attention modules, with a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.o_proj = torch.nn.Linear(WIDTH, WIDTH)
+        self.attn = Core()
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, k, v, gate = self.qkv_proj(hidden_states).chunk(4, dim=-1)
+        if positions is not None:
+            q = q + positions[:, None]
+        attended = self.attn(q, k, v)
+        output = self.o_proj(attended * gate.sigmoid())
+        return output
+
+
+class Failing(Attention):
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, k, v, _ = self.qkv_proj(hidden_states).chunk(4, dim=-1)
+        q = q @ q  # fails here
+        attended = self.attn(q, k, v)
+        return self.o_proj(attended)
+
+
+class Twice(Attention):
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        attended = self.attn(hidden_states, hidden_states, hidden_states)
+        attended = self.attn(attended, attended, attended)
+        return attended
+
+
+class Residual(Attention):
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        attended = self.attn(hidden_states, hidden_states, hidden_states)
+        return attended + hidden_states
+
+
+class Early(Attention):
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        if positions is None:
+            return hidden_states
+        attended = self.attn(hidden_states, hidden_states, hidden_states)
+        return attended
+
+
+class Shaped(Attention):
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        attended = self.attn(hidden_states, hidden_states, value=hidden_states)
+        return attended
+
+
+class Writing(Attention):
+    def forward(self, positions: Any, output: Any, hidden_states: Any) -> Any:
+        attended = self.attn(hidden_states, hidden_states, hidden_states)
+        output[:] = attended
+
+
+class OfTheStep(Attention):
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        cos, _ = get_cos_and_sin_slice()  # type: ignore[name-defined] # noqa: F821 - as in vllm-ascend's MiniMax-M2
+        attended = self.attn(hidden_states * cos, hidden_states, hidden_states)
+        return attended
+
+
+class Absent(Attention):
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        return self.o_proj(hidden_states)
+
+
+def wrap(forward: Any) -> Any:
+    @wraps(forward)
+    def run(*args: Any) -> Any:
+        return forward(*args)
+
+    return run
+
+
+class Decorated(Attention):
+    @wrap
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        attended = self.attn(hidden_states, hidden_states, hidden_states)
+        return attended
+
+
+@pytest.mark.parametrize("positions", [torch.arange(TOKENS), None])
+def test_parts_compute_what_the_module_computes(positions: torch.Tensor | None) -> None:
+    module, x = Attention(), torch.randn(TOKENS, WIDTH)
+    divided = divide_attention(module, call_attention)
+    assert divided is not None
+    assert (divided.taken, divided.kept) == (3, 1)
+    *projected, gate = divided.project(positions, x)
+    assert torch.equal(divided.project_out(divided.attend(*projected), gate), module(positions, x))
+
+
+def test_what_comes_before_and_after_attention_is_the_same_for_parts_of_the_tokens() -> None:
+    module, x, positions = Attention().double(), torch.randn(TOKENS, WIDTH).double(), torch.arange(TOKENS)
+    divided = divide_attention(module, call_attention)
+    assert divided is not None
+    parts = [divided.project(positions[piece], x[piece]) for piece in (slice(0, 2), slice(2, None))]
+    q, k, v, _ = (torch.cat(each) for each in zip(*parts, strict=True))
+    attended = divided.attend(q, k, v).split([2, 3])
+    out = [divided.project_out(part, own[3]) for part, own in zip(attended, parts, strict=True)]
+    torch.testing.assert_close(torch.cat(out), module(positions, x))
+
+
+@pytest.mark.parametrize("form", [Twice, Residual, Early, Shaped, Writing, OfTheStep, Absent, Decorated])
+def test_a_forward_of_another_form_stays_one_op(form: type[Attention]) -> None:
+    assert divide_attention(form(), call_attention) is None
+
+
+def test_a_module_that_someone_has_hooked_or_patched_stays_one_op() -> None:
+    hooked, patched, other = Attention(), Attention(), Attention()
+    hooked.register_forward_hook(lambda *_: None)
+    vars(patched)["forward"] = lambda *_: None
+    other.attn = torch.nn.Identity()  # no attention of vLLM's
+    assert [divide_attention(module, call_attention) for module in (hooked, patched, other)] == [None] * 3
+
+
+def test_an_error_names_the_line_of_the_modules_own_file() -> None:
+    divided = divide_attention(Failing(), call_attention)
+    assert divided is not None
+    with pytest.raises(RuntimeError) as raised:
+        divided.project(None, torch.randn(TOKENS, WIDTH))
+    assert "q = q @ q  # fails here" in "".join(traceback.format_tb(raised.value.__traceback__))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("llama", "LlamaAttention"),
+        ("qwen2", "Qwen2Attention"),
+        ("qwen3", "Qwen3Attention"),
+        ("qwen3_moe", "Qwen3MoeAttention"),
+        ("mixtral", "MixtralAttention"),
+        ("glm4", "Glm4Attention"),
+        ("glm4_moe", "Glm4MoeAttention"),
+        ("minimax_m2", "MiniMaxM2Attention"),
+        ("gemma2", "Gemma2Attention"),
+        ("gemma3", "Gemma3Attention"),
+        ("commandr", "CohereAttention"),
+    ],
+)
+def test_the_forwards_of_known_families_are_divided(module: str, name: str) -> None:
+    forward = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name).forward
+    halves = divide_forward(forward)
+    assert halves is not None
+    assert halves.taken == 3
