@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
 from dbo_runtime.errors import ConfigError, DboError
-from dbo_runtime.outside_files import make_printable
+from dbo_runtime.outside_files import find_nearest, make_printable
 
 FAILED = 2  # exit status, the same as argparse's
 INTERRUPTED, BROKEN_PIPE = 130, 141  # exit statuses, as shells give them to programs that SIGINT or SIGPIPE ends
@@ -114,9 +114,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def _answer(words: Sequence[str]) -> int:
     if not words or words[0] not in COMMANDS:
         parser, _ = _make_parsers()
-        close = difflib.get_close_matches(words[0], COMMANDS, n=1) if words else ()
+        close = find_nearest(words[0], COMMANDS) if words else None
         if close:
-            parser.error(f"there is no command {words[0]!r}; did you mean {close[0]}?")
+            parser.error(f"there is no command {words[0]!r}; did you mean {close}?")
         parser.parse_args(words)  # prints help or the version, or an error, and exits
         parser.error("name the command first")
     try:
@@ -159,9 +159,16 @@ def _run(name: str, words: Sequence[str]) -> int:
     module.add_arguments(parsers[name])
     arguments, unknown = parser.parse_known_args(words)
     if unknown and not command.passes_on:
-        parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}")
+        parsers[name].error(f"unrecognized arguments: {' '.join(unknown)}{_suggest_option(parsers[name], unknown)}")
     arguments.passed_on = unknown
     return module.run(arguments)
+
+
+def _suggest_option(parser: ArgumentParser, unknown: Sequence[str]) -> str:
+    """Return the end of the sentence about unknown words: the option that the first of them is most like."""
+    word = next((word.partition("=")[0] for word in unknown if word.startswith("--")), "")
+    close = find_nearest(word, re.findall(r"--[\w-]+", parser.format_help())) if word else None
+    return f"; did you mean {close}?" if close else ""
 
 
 def _name_program() -> str:

@@ -1,17 +1,17 @@
 """The settings. Each is declared once, as a field of RuntimeConfig, and environment variables are read only here.
 
-`dbo doctor`, `dbo_configure` and the tables of README.md and docs/settings.md (`make docs`) use these declarations.
+`dbo doctor`, `dbo_configure` and the table of docs/settings.md (`make docs`) use these declarations.
 """
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.outside_files import find_nearest
 from dbo_runtime.setting_values import (
     CHECK,
     CORES,
@@ -264,8 +264,8 @@ def read_environment(environ: Mapping[str, str]) -> RuntimeConfig:
             raise ConfigError(f"{variable!r} is set to {reprlib.repr(value)}; names and values of settings are text.")
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in known:
-            close = difflib.get_close_matches(variable, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}."
+            close = find_nearest(variable, known)
+            hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}."
             raise ConfigError(f"{variable[:MAX_SHOWN]} is not a setting of dbo_runtime; {hint} Correct or unset it.")
     values: dict[str, Any] = {}
     for variable in known:

@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -64,8 +64,23 @@ def suggest_folder(path: str | os.PathLike[str]) -> str | None:
         names = [entry.name for entry in named.parent.iterdir() if entry.is_dir()]
     except (OSError, ValueError):  # a ValueError if the path has a NUL byte
         return None
-    close = difflib.get_close_matches(named.name, names, n=1)
-    return str(named.with_name(close[0])) if close else None
+    close = find_nearest(named.name, names)
+    return None if close is None else str(named.with_name(close))
+
+
+def check_model(model: str) -> None:
+    """Raise ConfigError if *model* is a misspelt path: its folder exists, and holds one with nearly this name.
+
+    vLLM takes it for a name on a hub, and tries for minutes to reach that.
+    """
+    close = suggest_folder(model) if os.sep in model and not os.path.exists(model) else None
+    if close is not None:
+        raise ConfigError(f"there is no folder {_quote(model)}; did you mean {close}?")
+
+
+def find_nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that is most like *word*; None if none is like it."""
+    return next(iter(difflib.get_close_matches(word, [*known], n=1)), None)
 
 
 def parse_json(

@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from argparse import Action, ArgumentParser
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -326,6 +327,31 @@ def test_a_misspelt_command_has_a_neighbour(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         program.main(["plann", "--tokens", "64"])
     assert "there is no command 'plann'; did you mean plan?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["plan", "--tokns", "64"], "--tokens"),
+        (["plan", "--tokns=64"], "--tokens"),
+        (["plan", "--scale", "r1-prefill-910"], "r1-prefill-910c"),
+        (["plan", "--costs", "r1-tp16-941", "--model", "deepsek-v3"], "deepseek-v3"),
+        (["calibrate", "examples/tiny-deepsek", "--output", "costs.json"], "examples/tiny-deepseek"),
+        (["soak", "examples/tiny-deepsek"], "examples/tiny-deepseek"),
+        (["doctor", "--", "vllm", "serve", "examples/tiny-deepsek"], "examples/tiny-deepseek"),
+    ],
+    ids=" ".join,
+)
+def test_misspelt_words_have_a_neighbour(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a model's path, which vLLM would take for a name on a hub and look for there."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(program, "find_spec", lambda name: name)  # vLLM may be absent: nothing asks it
+    with suppress(SystemExit):  # argparse's way to refuse
+        assert program.main(words) != 0
+    printed = capsys.readouterr()
+    assert f"did you mean {meant}" in printed.err + printed.out
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])

@@ -30,8 +30,11 @@ def run_example(
     return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=timeout)
 
 
-def assert_gain_is_shown(printed: str) -> None:
-    """Check that a demo has compared answers and times, and drawn lanes. What it gains, benchmarks measure."""
+def assert_table_is_shown(printed: str) -> None:
+    """Check that a demo has compared answers and times, and drawn lanes.
+
+    That it gains is not checked: machines are shared, so speed is measured by `make bench-two-hosts`.
+    """
     assert "identical token by token: 32 of 32 answers" in printed
     assert int(re.findall(r"with (\d+) split steps", printed)[0]) > 2
     for mode in ("unsplit", "split, no overlap", "dual-batch overlap"):
@@ -53,7 +56,7 @@ def test_the_demo_emulates_a_link_where_there_can_be_no_hosts() -> None:
     done = run_example("offline_dualbatch_overlap_npu.py", "--max-tokens", "6", "--link", link, before=forbid_hosts())
     assert done.returncode == 0, done.stderr[-4000:]
     assert "emulated: ranks of one host wait in each reduce" in done.stdout
-    assert_gain_is_shown(done.stdout)
+    assert_table_is_shown(done.stdout)
 
 
 @pytest.mark.root
@@ -73,7 +76,7 @@ def test_the_demo_makes_two_hosts() -> None:
     done = run_example("offline_dualbatch_overlap_npu.py", "--max-tokens", "6", "--link", "namespaces")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "between two hosts, network namespaces" in done.stdout
-    assert_gain_is_shown(done.stdout)
+    assert_table_is_shown(done.stdout)
 
 
 def may_run_in_namespaces(user: list[str], program: str) -> bool:

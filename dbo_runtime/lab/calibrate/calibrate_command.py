@@ -17,6 +17,7 @@ from dbo_runtime.lab.progress import find_terminal
 from dbo_runtime.lab.start.arguments import parse_engine_arguments
 from dbo_runtime.lab.start.engine_log import keep_log
 from dbo_runtime.lab.start.interrupt import end_children_on_interrupt
+from dbo_runtime.outside_files import check_model
 from dbo_runtime.planner.costs.cost_file import load_costs, name_stage_file
 from dbo_runtime.setting_sources import make_switch
 
@@ -51,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     Arguments that are not the command's own, such as `--tensor-parallel-size 2`, are the engine's.
 
     Raises:
-        ConfigError: the file cannot be written, or vLLM does not accept an argument.
+        ConfigError: the model's path is misspelt, the file cannot be written, or vLLM does not accept an argument.
         DeviceError: vLLM does not start or fails, or does not split this model.
     """
+    check_model(arguments.model)
     output = Path(arguments.output).absolute()
     if not os.access(output.parent, os.W_OK) or os.path.isdir(output):
         raise ConfigError(f"cost file {output} cannot be written. Name a file in a writable folder.")

@@ -11,6 +11,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.doctor.finding import Finding
 from dbo_runtime.lab.doctor.probe_process import run_probe
 from dbo_runtime.lab.doctor.remedies import find_remedies
+from dbo_runtime.outside_files import check_model
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _UNKNOWN = "if the launcher puts all ranks on one host, `auto` splits nothing"
@@ -46,6 +47,10 @@ def read_command(words: Sequence[str]) -> ServeCommand:
 
 def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> list[Finding]:
     """Return what a server started with this command and *environ* would split, and everything that prevents it."""
+    try:
+        check_model(command.arguments[0] if command.arguments else "")
+    except ConfigError as error:
+        return [Finding("command", "fail", str(error), "correct the path")]
     facts = run_probe("serve", environ, *command.arguments)
     if "missing" in facts:
         remedy = "run the doctor in the environment of the server"

@@ -15,6 +15,7 @@ from dbo_runtime.lab.soak.check import REQUESTS, ROUND_REQUESTS, check_equivalen
 from dbo_runtime.lab.soak.comparison import TOLERANCE
 from dbo_runtime.lab.start.arguments import parse_engine_arguments
 from dbo_runtime.lab.start.engine_log import divert_output
+from dbo_runtime.outside_files import check_model
 from dbo_runtime.setting_sources import make_switch
 
 EXIT_DIFFERENT = 1
@@ -82,8 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     This package's settings come from the environment.
 
     Raises:
-        ConfigError: a list of numbers cannot be read, or hypothesis is not installed.
+        ConfigError: the model's path is misspelt, a list of numbers cannot be read, or hypothesis is not installed.
     """
+    check_model(arguments.model)
     micro_batches = _read_numbers("--micro-batches", arguments.micro_batches, 2)
     rounds = None if arguments.rounds is None else _read_numbers("--rounds", arguments.rounds, 0)
     if arguments.requests < 1:

@@ -16,11 +16,14 @@ DPI = 150
 WIDTH_INCHES = 16.0
 LANE_INCHES, FRAME_INCHES, MARGIN_INCHES = 0.45, 0.55, 0.9  # heights: a lane; the rest of a panel; title and legend
 MAX_INCHES = 400.0  # largest height: matplotlib draws up to 2^16 pixels
+FORMATS = ("svg", "pdf")  # besides PNG
 MAX_OUTLINED_SPANS = 200  # spans in a panel; with more, outlines would cover the bars
 
 
 def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str) -> None:
-    """Write a PNG to *path*: one panel per timeline, lanes as rows, `compute` first, one colour per micro-batch.
+    """Write a picture to *path*: one panel per timeline, lanes as rows, `compute` first, one colour per micro-batch.
+
+    It is SVG or PDF if the path ends so, and PNG otherwise.
 
     The panels, such as `unsplit` and `split`, share the time axis, in milliseconds since each panel's first start.
 
@@ -34,7 +37,7 @@ def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str)
     except ImportError as error:
         raise ConfigError(f"a figure needs matplotlib ({error}): pip install 'dbo-runtime[lab]'") from error
     try:
-        canvas.print_png(str(path))
+        canvas.print_figure(str(path), format=suffix if (suffix := Path(path).suffix[1:].lower()) in FORMATS else "png")
     except (OSError, ValueError) as error:  # a ValueError if the path has a NUL byte
         why = getattr(error, "strerror", None) or error
         raise ConfigError(

@@ -142,7 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--trace", metavar="FILE", help="write the timeline of the split step, to open in ui.perfetto.dev"
     )
-    output.add_argument("--figure", metavar="FILE", help="draw the step unsplit and split, as PNG (needs matplotlib)")
+    output.add_argument(
+        "--figure", metavar="FILE", help="draw the step unsplit and split, as PNG, SVG or PDF (needs matplotlib)"
+    )
     output.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 

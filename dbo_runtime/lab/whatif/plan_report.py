@@ -39,7 +39,11 @@ def describe_case(case: PublishedCase) -> str:
 
 def _describe_load(case: PublishedCase) -> str:
     count = len(case.step.query_lens)
-    return f"{case.step.tokens} tokens in {count} prompts" if case.step.prefill_tokens else f"{count} decodes"
+    return (
+        f"{case.step.tokens} tokens in {count} prompt{'s' if count > 1 else ''}"
+        if case.step.prefill_tokens
+        else f"{count} decodes"
+    )
 
 
 def _name_model(case: PublishedCase) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from dbo_runtime.batch import Batch
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.whatif.scale import Network
+from dbo_runtime.outside_files import find_nearest
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
 
@@ -113,5 +113,5 @@ def open_costs(source: str) -> tuple[CostTable, Batch | None]:
 
 def _suggest(name: str, known: Iterable[str]) -> str:
     """Return the rest of a sentence about an unknown name: the one that was meant, or where to look."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]}?" if close else "`dbo plan --list` lists the published cases."
+    close = find_nearest(name, known)
+    return f"did you mean {close}?" if close else "`dbo plan --list` lists the published cases."

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.outside_files import find_nearest
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, repeat_runs
@@ -170,7 +171,9 @@ def set_model(table: CostTable, name: str) -> CostTable:
         ConfigError: the model is unknown, or the costs have more kinds of layers.
     """
     if name not in MODELS:
-        raise ConfigError(f"model is {name!r}; known are {', '.join(MODELS)}.")
+        close = find_nearest(name, MODELS)
+        hint = f"did you mean {close}?" if close else f"known are {', '.join(MODELS)}."
+        raise ConfigError(f"model is {name!r}; {hint}")
     kinds = len({_name_kind(run) for run in table.program.runs if run.layered})
     if kinds not in (1, 2):
         raise ConfigError(f"the costs have {kinds} kinds of layers; {name} has 2, and only 1 or 2 can be matched.")

@@ -10,6 +10,7 @@ from dbo_runtime.lab.whatif.expert_models import EXPERT_MODELS, ExpertModel
 from dbo_runtime.lab.whatif.expert_scale import scale_experts
 from dbo_runtime.lab.whatif.fabrics import FABRICS, Fabric
 from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.outside_files import find_nearest
 from dbo_runtime.planner.costs.cost_table import CostTable
 
 PREFILL, DECODE = "prefill", "decode"
@@ -103,6 +104,8 @@ def find_scale_cases(model: str | None = None, phase: str | None = None, name: s
     ]
     if not found:
         asked = ", ".join(filter(None, (model, phase, name)))
-        names = ", ".join(dict.fromkeys(each.case for each in SCALE_CASES))
-        raise ConfigError(f"--scale knows no case of {asked}; it spreads {names}.")
+        names = [*dict.fromkeys(each.case for each in SCALE_CASES)]
+        close = find_nearest(model or name or "", [*names, *(each.model for each in SCALE_CASES)])
+        hint = f"did you mean {close}?" if close else f"it spreads {', '.join(names)}."
+        raise ConfigError(f"--scale knows no case of {asked}; {hint}")
     return found

@@ -61,6 +61,13 @@ def test_panels_share_the_axis_of_time_and_bars_have_their_micro_batchs_colour(t
     assert find_pixels(path, FIRST).sum() == pytest.approx(2 * find_pixels(path, SECOND).sum(), rel=0.02)
 
 
+@pytest.mark.parametrize(("name", "start"), [("a.svg", b"<?xml"), ("a.PDF", b"%PDF"), ("a.figure", b"\x89PNG")])
+def test_the_ending_of_the_name_decides_on_the_format(name: str, start: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_figure({"x": Timeline((Span("compute", "op", 0, 0, 1),))}, tmp_path / name, "title")
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
 def test_compute_is_the_upper_row_even_where_another_lane_began(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "picture.png"

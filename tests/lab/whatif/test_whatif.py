@@ -512,7 +512,7 @@ def test_layers_that_are_all_alike_take_the_model_s_number_of_them() -> None:
 
 
 def test_layers_that_do_not_match_a_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model is 'deepseek-v4'; known are deepseek-v3, deepseek-r1"):
+    with pytest.raises(ConfigError, match="model is 'deepseek-v4'; did you mean deepseek-v3"):
         set_model(make_pair(), "deepseek-v4")
     run = get_case("r1-tp16-941").table.program.runs[0]
     ops = [run.ops[:length] for length in (1, 2, 4)]

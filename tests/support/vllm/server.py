@@ -54,6 +54,15 @@ class Server:
         with ThreadPoolExecutor(len(questions)) as pool:
             return list(pool.map(lambda question: self._chat(question, tokens), questions))
 
+    def embed(self, texts: Sequence[str]) -> list[list[float]]:
+        """Ask for the embeddings of texts [texts][dimensions]."""
+        return [each["embedding"] for each in self._post("v1/embeddings", input=[*texts])["data"]]
+
+    def rerank(self, query: str, documents: Sequence[str]) -> dict[str, float]:
+        """Ask how relevant documents are; the most relevant comes first."""
+        found = self._post("rerank", query=query, documents=[*documents])["results"]
+        return {documents[each["index"]]: each["relevance_score"] for each in found}
+
     def scrape(self, name: str) -> dict[str, float]:
         """Return what `/metrics` says of a metric: a value for each text of labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as response:
@@ -61,24 +70,27 @@ class Server:
         return {line.rpartition(" ")[0].removeprefix(name): float(line.rpartition(" ")[2]) for line in lines}
 
     def _complete(self, prompt: str, tokens: int) -> str:
-        text: str = self._post("completions", prompt=prompt, max_tokens=tokens)["text"]
+        text: str = self._ask("completions", prompt=prompt, max_tokens=tokens)["text"]
         return text
 
     def _chat(self, question: Question, tokens: int) -> str:
         parts = [{"type": "image_url", "image_url": {"url": _encode(picture)}} for picture in question.pictures]
         said = {"type": "text", "text": question.prompt.replace(SLOT, "")}
         message = {"role": "user", "content": [*parts, said]}
-        text: str = self._post("chat/completions", messages=[message], max_tokens=tokens)["message"]["content"]
+        text: str = self._ask("chat/completions", messages=[message], max_tokens=tokens)["message"]["content"]
         return text
+
+    def _ask(self, path: str, **body: Any) -> Any:
+        return self._post(f"v1/{path}", temperature=0, **body)["choices"][0]
 
     def _post(self, path: str, **body: Any) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/{path}",
-            data=json.dumps({"model": str(self.model), "temperature": 0, **body}).encode(),
+            f"http://127.0.0.1:{self.port}/{path}",
+            data=json.dumps({"model": str(self.model), **body}).encode(),
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=300) as response:
-            return json.load(response)["choices"][0]
+            return json.load(response)
 
 
 @contextmanager

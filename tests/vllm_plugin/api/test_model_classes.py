@@ -28,6 +28,12 @@ FOUND = {
     "LlamaBidirectionalForSequenceClassification": DENSE,
     "JinaEmbeddingsV5Model": DENSE,
     "LLaMAForCausalLM": DENSE,  # by the class that serves it
+    "Phi3ForCausalLM": DENSE,
+    "Ministral3ForCausalLM": DENSE,
+    "CwmForCausalLM": DENSE,
+    "InternLM3ForCausalLM": DENSE,
+    "IQuestCoderForCausalLM": DENSE,
+    "TeleChat3ForCausalLM": DENSE,
     "JinaForRanking": DENSE,  # by the backbone that its class makes
     "VoyageQwen3BidirectionalEmbedModel": DENSE,
     "DeepseekV3ForSequenceClassification": DEEPSEEK,

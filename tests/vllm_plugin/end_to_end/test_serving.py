@@ -62,6 +62,24 @@ def test_data_and_expert_parallel_served_with_overlap_answer_as_without(tmp_path
     assert log.count("new plan") == 1
 
 
+def test_embeddings_and_ranks_of_documents_are_those_of_a_server_without_overlap(tmp_path: Path) -> None:
+    """As in docs/pooling.md, in float32."""
+    texts = [*PROMPTS[:5], "copy:abc=abc"]
+    options = ("--tensor-parallel-size=2", "--runner=pooling")
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": share_cores()}
+    found = []
+    for number, settings in enumerate(({}, ON)):
+        with serve(TINY, tmp_path / f"log{number}", *options, **cores, **settings) as server:
+            found.append((server.embed(texts), server.rerank(texts[0], texts[1:])))
+            steps = server.scrape("vllm:dbo_steps_total") if settings else {}
+    (vectors, ranks), (split_vectors, split_ranks) = found
+    for vector, split in zip(vectors, split_vectors, strict=True):
+        assert split == pytest.approx(vector, abs=1e-5)
+    assert [*split_ranks] == [*ranks]
+    assert split_ranks == pytest.approx(ranks, abs=1e-5)
+    assert [count > 1 for labels, count in steps.items() if 'mode="split"' in labels] == [True]
+
+
 def test_pictures_are_seen_with_overlap_as_without(tmp_path: Path) -> None:
     questions = held_out_pictures(24)
     options = (
