@@ -15,6 +15,7 @@ from tests.support.ascend.equivalence import (
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
+    assert_nano_batches_are_equal,
     assert_prefills_are_equal,
     assert_the_sanitizer_finds_nothing,
 )
@@ -47,7 +48,7 @@ SLOW = (
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> None:
-    """Prefills, a request cut inside, and decodes mixed with them; one engine a family, its experts shared out."""
+    """Prefills, a request cut inside, decodes mixed with them, and nano-batches; one engine a family."""
     shared_out = "Moe" in name or name.startswith(("Deepseek", "Kimi", "Mixtral", "HYV3", "MiniMax"))
     model = make_model(name, tmp_path / "model")
     options = {"tensor_parallel_size": 2, "enable_expert_parallel": shared_out, **OPTIONS_OF.get(name, {})}
@@ -55,6 +56,7 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> Non
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
         assert_chunks_are_equal(npus, 400, 128)
         assert_mixed_steps_are_equal(npus)
+        assert_nano_batches_are_equal(npus)
         assert_the_sanitizer_finds_nothing(npus)
 
 

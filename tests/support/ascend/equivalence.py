@@ -8,6 +8,7 @@ from itertools import accumulate
 from tests.support.ascend.jobs import (
     answer,
     answer_in_chunks,
+    answer_in_nano_batches,
     answer_watched,
     cut_at_boundaries,
     generate,
@@ -52,6 +53,14 @@ def assert_data_parallel_prefills_are_close(npus: Ranks, tolerance: float, cuts:
         for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
             assert [count["split"] for count in counts] == [1] * len(counts), counts
             assert find_difference(unsplit, split) <= tolerance
+
+
+def assert_nano_batches_are_equal(npus: Ranks) -> None:
+    """Compare a prefill and decodes in nano-batches with unsplit ones; projections of attention are cut, too."""
+    ((unsplit, _),) = npus.run(answer, [PROMPTS], 4)
+    ((nano, steps),) = npus.run(answer_in_nano_batches, [PROMPTS], 4, 3)
+    assert min(steps) == 4, steps
+    assert find_difference(unsplit, nano) == 0.0
 
 
 def assert_mixed_steps_are_equal(npus: Ranks) -> None:
