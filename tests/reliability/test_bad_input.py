@@ -27,6 +27,8 @@ RUNS_WHAT_IT_READS = {"eval", "exec", "compile", "all_gather_object", "broadcast
 ALLOWED = {
     # The function that issues a schedule: its source is made of numbers and of names that are plain words.
     "engine/generated_executor.py": {"exec", "compile"},
+    # The two halves of a forward that Python itself has imported, if its file still says what was imported.
+    "api/attention.py": {"exec", "compile"},
 }
 
 

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache, partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +47,9 @@ def divide_attention(attention: torch.nn.Module, attend: Callable[..., Any]) -> 
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     core = getattr(attention, CORE, None)
-    is_hooked = "forward" in vars(attention) or attention._forward_hooks or attention._forward_pre_hooks
-    if not isinstance(core, AttentionLayerBase) or is_hooked or _reduces_sums(attention):
+    if not isinstance(core, AttentionLayerBase) or _reduces_sums(attention):
+        return None
+    if "forward" in vars(attention) or attention._forward_hooks or attention._forward_pre_hooks:
         return None
     halves = divide_forward(type(attention).forward)
     if halves is None:
@@ -62,12 +64,25 @@ def divide_forward(forward: Callable[..., Any]) -> Halves | None:
     try:
         source, first_line = inspect.getsourcelines(forward)
         (function,) = ast.parse(textwrap.dedent("".join(source))).body
+        is_imported = _is_imported(forward)
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
     if not isinstance(function, ast.FunctionDef) or function.decorator_list or forward.__code__.co_freevars:
         return None
     ast.increment_lineno(function, first_line - 1)
-    return _divide(function, forward)
+    return _divide(function, forward) if is_imported else None
+
+
+def _is_imported(forward: Any) -> bool:
+    """Return whether the forward's file still says what Python has imported from it."""
+    lines, _ = inspect.findsource(forward)
+    code, found = forward.__code__, [compile("".join(lines), forward.__code__.co_filename, "exec")]
+    while found:
+        other = found.pop()
+        if (other.co_name, other.co_firstlineno) == (code.co_name, code.co_firstlineno):
+            return (other.co_code, other.co_names) == (code.co_code, code.co_names)
+        found += [each for each in other.co_consts if isinstance(each, CodeType)]
+    return False
 
 
 def _divide(function: ast.FunctionDef, forward: Any) -> Halves | None:

@@ -35,7 +35,12 @@ from tests.support.lab.toy_decoders import (
 )
 
 TOKENS = 23
-COLLECTIVES: Any = SimpleNamespace(reduces=True, without_reduce=lambda module: module, all_reduce=lambda x: x)
+COLLECTIVES: Any = SimpleNamespace(
+    reduces=True,
+    divide_attention=lambda attention, attend: None,
+    without_reduce=lambda module: module,
+    all_reduce=lambda x: x,
+)
 
 
 def make_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,7 +69,12 @@ def run(record: Callable[[BlockRecorder, Value], Value], reduces: bool = True) -
 
 def make_collectives(reduces: bool = True) -> Any:
     """Return collectives that take no reduce away, and whose reduce multiplies by 10."""
-    return SimpleNamespace(reduces=reduces, without_reduce=lambda module: module, all_reduce=lambda x: x * 10)
+    return SimpleNamespace(
+        reduces=reduces,
+        divide_attention=lambda attention, attend: None,
+        without_reduce=lambda module: module,
+        all_reduce=lambda x: x * 10,
+    )
 
 
 def test_a_block_is_the_module_and_its_reduce() -> None:

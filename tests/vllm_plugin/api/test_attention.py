@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import traceback
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +151,18 @@ def test_a_module_that_someone_has_hooked_or_patched_stays_one_op() -> None:
     vars(patched)["forward"] = lambda *_: None
     other.attn = torch.nn.Identity()  # no attention of vLLM's
     assert [divide_attention(module, call_attention) for module in (hooked, patched, other)] == [None] * 3
+
+
+def test_a_file_that_has_changed_since_its_import_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(Failing).replace("class Failing(Attention)", "class Changing")
+    file = tmp_path / "changing_attention.py"
+    file.write_text(f"import torch\n{source}")
+    monkeypatch.syspath_prepend(tmp_path)
+    forward = importlib.import_module("changing_attention").Changing.forward
+    assert divide_forward(forward) is not None
+    divide_forward.cache_clear()
+    file.write_text(f"import torch\n{source.replace('q @ q', 'q * 2')}")
+    assert divide_forward(forward) is None
 
 
 def test_an_error_names_the_line_of_the_modules_own_file() -> None:
