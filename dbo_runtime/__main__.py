@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
 from dbo_runtime.errors import ConfigError, DboError
-from dbo_runtime.outside_files import find_nearest, make_printable
+from dbo_runtime.nearest import find_nearest
+from dbo_runtime.outside_files import make_printable
 
 FAILED = 2  # exit status, the same as argparse's
 INTERRUPTED, BROKEN_PIPE = 130, 141  # exit statuses, as shells give them to programs that SIGINT or SIGPIPE ends

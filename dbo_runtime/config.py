@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.outside_files import find_nearest
+from dbo_runtime.nearest import find_nearest
 from dbo_runtime.setting_values import (
     CHECK,
     CORES,

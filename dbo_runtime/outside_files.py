@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import json
 import os
 import secrets
 import stat
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.nearest import find_nearest
 
 MAX_FILE_BYTES = 1 << 25  # a trace of 61 layers has about 2 MiB per rank; all other files are smaller
 GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
@@ -76,11 +76,6 @@ def check_model(model: str) -> None:
     close = suggest_folder(model) if os.sep in model and not os.path.exists(model) else None
     if close is not None:
         raise ConfigError(f"there is no folder {_quote(model)}; did you mean {close}?")
-
-
-def find_nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that is most like *word*; None if none is like it."""
-    return next(iter(difflib.get_close_matches(word, [*known], n=1)), None)
 
 
 def parse_json(

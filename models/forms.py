@@ -9,7 +9,7 @@ from operator import add
 from typing import Any
 
 from dbo_models.collectives import record_reduce
-from dbo_models.layers import Attend, WithoutReduce, call_attention, divide_attention, keep_reduce
+from dbo_models.layers import Attend, WithoutReduce, call_attention, keep_reduce, record_divided
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
@@ -60,8 +60,8 @@ class BlockRecorder:
 
     def _record_attention(self, attention: Any, x: Value, without_reduce: WithoutReduce) -> Value:
         module = without_reduce(partial(self.attend, attention))
-        parts = divide_attention(self.collectives, attention, self.attend, without_reduce)
-        attended: Value = self.p.compute("attention", module, self.positions, x, ordered=True, parts=parts)
+        divided = record_divided(self.collectives, attention, self.attend, without_reduce)
+        attended: Value = self.p.compute("attention", module, self.positions, x, ordered=True, divided=divided)
         return attended
 
     def _reduce(self, name: str, part: Value) -> Value:

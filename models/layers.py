@@ -176,8 +176,8 @@ class LayerRecorder:
             return self.record_latent_attention(latent, without_reduce, x)
         name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two names: their costs differ
         module = without_reduce(partial(self.attend, attention))
-        parts = divide_attention(self.collectives, attention, self.attend, without_reduce)
-        attended: Value = self.p.compute(name, module, self.positions, x, ordered=True, parts=parts)
+        divided = record_divided(self.collectives, attention, self.attend, without_reduce)
+        attended: Value = self.p.compute(name, module, self.positions, x, ordered=True, divided=divided)
         return attended
 
     def record_latent_attention(self, latent: LatentAttention, without_reduce: WithoutReduce, x: Value) -> Value:
@@ -206,10 +206,13 @@ class LayerRecorder:
         return gathered
 
 
-def divide_attention(
+def record_divided(
     collectives: Collectives, attention: Any, attend: Attend, without_reduce: WithoutReduce
 ) -> Program | None:
-    """Return the parts of an attention module for nano-batches; None if it stays one op."""
+    """Return a program of an attention module for nano-batches, (positions, x [tokens, hidden]) -> [tokens, hidden].
+
+    None if the module stays one op.
+    """
     divided = collectives.divide_attention(attention, attend)
     if divided is None:
         return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.divided_ops import divide_ops
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.nano_batches import Rows, cut_program
-from dbo_runtime.ir.parts import divide_ops
 from dbo_runtime.ir.policies import get_policy, sequential
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.schedule import Schedule

@@ -40,7 +40,7 @@ class Op:
         may_move_to_side: whether the op may run on `side` instead, while another micro-batch computes on `compute`.
         token_wise: whether the results for a token depend on nothing else, so that the op may be cut into nano-batches.
         nano_batch: number of the nano-batch that the op computes; None if it computes all tokens of its micro-batch.
-        parts: program that computes the same in several ops, for steps in nano-batches; None if there is none.
+        divided: program that computes the same in several ops, for steps in nano-batches; None if there is none.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Op:
     may_move_to_side: bool = False
     token_wise: bool = False
     nano_batch: int | None = None
-    parts: Program | None = field(default=None, compare=False)
+    divided: Program | None = field(default=None, compare=False)
 
     @property
     def label(self) -> str:
@@ -101,3 +101,14 @@ def check_declaration(
             raise ProgramError(f"op {name!r} has {what}={word!r}; it must be a name or None. ({where})")
     if not isinstance(overwrites, tuple) or not all(isinstance(value, Value) for value in overwrites):
         raise ProgramError(f"op {name!r} has overwrites={overwrites!r}; it must be a tuple of values. ({where})")
+
+
+def check_divided(op: Op) -> None:
+    """Raise ProgramError if the program that an op is divided into has other inputs or outputs than the op."""
+    own = op.divided
+    if own is not None and (len(own.inputs), len(own.outputs)) != (len(op.reads), len(op.writes)):
+        raise ProgramError(
+            f"op {op.label!r} reads {len(op.reads)} values and writes {len(op.writes)}, but is divided into ops that "
+            f"read {len(own.inputs)} and write {len(own.outputs)}; give both the same, in the same order. "
+            f"({op.declared_at})"
+        )

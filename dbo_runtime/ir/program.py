@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dbo_runtime.errors import ProgramError
-from dbo_runtime.ir.op import COMM, COMPUTE, COMPUTING, SIDE, Op, check_declaration
+from dbo_runtime.ir.op import COMM, COMPUTE, COMPUTING, SIDE, Op, check_declaration, check_divided
 from dbo_runtime.ir.values import Input, Value, locate_caller
 
 
@@ -202,7 +202,7 @@ class ProgramBuilder:
         host_sync: bool = False,
         may_move_to_side: bool = False,
         token_wise: bool = False,
-        parts: Program | None = None,
+        divided: Program | None = None,
     ) -> Any:
         """Declare an op on any lane and return its Value (a tuple of Values unless *outputs* is 1).
 
@@ -213,8 +213,8 @@ class ProgramBuilder:
         An op's results may share memory with a value it reads only if *overwrites* names this value, as for a fused
         add-norm or an in-place reduce. Results of one op never share memory with each other.
 
-        *parts* computes the same from the same values in several ops, most of them token-wise. Its inputs stand for the
-        values read, and its outputs for the results. Steps in nano-batches run these parts instead (`ir.parts`).
+        *divided* computes the same from the same values in several ops, most of them token-wise. Its inputs stand for
+        the values read, its outputs for the results. Steps in nano-batches run it instead (`ir.divided_ops`).
 
         Raises:
             ProgramError: the declaration is wrong. The message names its `file:line`.
@@ -237,10 +237,10 @@ class ProgramBuilder:
             where,
             may_move_to_side,
             token_wise,
-            parts=parts,
+            divided=divided,
         )
         self._check(op)
-        _check_parts(op)
+        check_divided(op)
         self._labels[op.label] = where
         self._overwritten.update(dict.fromkeys(overwrites, op))
         self._ops.append(op)
@@ -298,11 +298,3 @@ class ProgramBuilder:
                 f"{reader} reads {value} after op {writer.label!r} ({writer.declared_at}) overwrote it; "
                 f"read the result of {writer.label!r} instead. ({where})"
             )
-
-
-def _check_parts(op: Op) -> None:
-    if op.parts is not None and (len(op.parts.inputs), len(op.parts.outputs)) != (len(op.reads), len(op.writes)):
-        raise ProgramError(
-            f"op {op.label!r} reads {len(op.reads)} values and writes {len(op.writes)}, but its parts read "
-            f"{len(op.parts.inputs)} and write {len(op.parts.outputs)}. ({op.declared_at})"
-        )

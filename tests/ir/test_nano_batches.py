@@ -15,9 +15,9 @@ from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.executor import Executor, run_sequential
 from dbo_runtime.engine.generated_executor import GeneratedExecutor
 from dbo_runtime.errors import ProgramError
+from dbo_runtime.ir.divided_ops import divide_ops
 from dbo_runtime.ir.lowering import lower
 from dbo_runtime.ir.nano_batches import SIZES, NanoProgram, Rows, cut_program, group_outputs
-from dbo_runtime.ir.parts import divide_ops
 from dbo_runtime.ir.policies import alternate, get_policy, sequential
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.validate import validate, validate_collectives
@@ -72,8 +72,8 @@ def over_all(salt: int, outputs: int, overwrites: bool) -> Callable[..., Any]:
     return run
 
 
-def record_parts(salt: int, reads: int, outputs: int) -> Program:
-    """Return the parts of an op: as attention's, what comes before and after it is token-wise, and keeps a value."""
+def record_divided(salt: int, reads: int, outputs: int) -> Program:
+    """Return what an op is divided into: as in attention, ops before and after the joint one are token-wise."""
     p = ProgramBuilder()
     *queries, kept = p.compute(
         f"before{salt}", per_token(salt, 3, False), *(p.input(str(n)) for n in range(reads)), outputs=3, token_wise=True
@@ -83,11 +83,11 @@ def record_parts(salt: int, reads: int, outputs: int) -> Program:
     return p.build(*(after if outputs > 1 else (after,)))
 
 
-def run_parts(parts: Program) -> Callable[..., Any]:
-    """Return a function that computes an op by its parts, one after the other."""
+def run_divided(divided: Program) -> Callable[..., Any]:
+    """Return a function that computes an op by those that it is divided into, one after the other."""
 
     def run(*reads: Cells) -> Any:
-        (results,) = run_sequential([parts], [reads])
+        (results,) = run_sequential([divided], [reads])
         return results if len(results) > 1 else results[0]
 
     return run
@@ -105,13 +105,13 @@ def programs(draw: st.DrawFn) -> Program:
         outputs = draw(st.sampled_from([1, 1, 2]))
         lane = draw(st.sampled_from(["compute", "compute", "comm"]))
         make = per_token if token_wise else over_all
-        has_parts = not token_wise and not overwrites and draw(st.booleans())
-        parts = record_parts(number, len(reads), outputs) if has_parts else None
+        is_divided = not token_wise and not overwrites and draw(st.booleans())
+        divided = record_divided(number, len(reads), outputs) if is_divided else None
         written = p.op(
             f"op{number}",
-            make(number, outputs, overwrites) if parts is None else run_parts(parts),
+            make(number, outputs, overwrites) if divided is None else run_divided(divided),
             *reads,
-            parts=parts,
+            divided=divided,
             lane=lane,
             outputs=outputs,
             ordered=not token_wise,
@@ -203,12 +203,12 @@ def test_joint_ops_run_once_and_others_take_turns_where_they_communicate() -> No
     ]
 
 
-def test_parts_of_a_joint_op_take_turns_with_what_communicates_before_and_after_it() -> None:
+def test_the_ops_of_a_divided_one_take_turns_with_what_communicates_after_it() -> None:
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions")
     with p.layer(0):
-        parts = record_parts(2, 2, 1)
-        x = p.compute("attention", run_parts(parts), positions, x, ordered=True, parts=parts)
+        divided = record_divided(2, 2, 1)
+        x = p.compute("attention", run_divided(divided), positions, x, ordered=True, divided=divided)
         x = p.comm("attn_reduce", per_token(5, 1, True), x, overwrites=(x,), token_wise=True)
     program = p.build(x)
     assert [op.label for op in program.ops] == ["L0.attention", "L0.attn_reduce"]  # in micro-batches
@@ -223,12 +223,12 @@ def test_parts_of_a_joint_op_take_turns_with_what_communicates_before_and_after_
     ]
 
 
-def test_parts_that_read_or_write_other_numbers_of_values_are_refused() -> None:
+def test_a_division_with_other_numbers_of_values_is_refused() -> None:
     p = ProgramBuilder()
     x = p.input("x")
-    message = r"op 'attention' reads 1 values and writes 1, but its parts read 2 and write 1\. \(.*test_nano_batches"
-    with pytest.raises(ProgramError, match=message):
-        p.compute("attention", over_all(1, 1, False), x, parts=record_parts(1, 2, 1))
+    message = r"op 'attention' reads 1 values and writes 1, but is divided into ops that read 2 and write 1; give both"
+    with pytest.raises(ProgramError, match=message + r" the same, in the same order\. \(.*test_nano_batches"):
+        p.compute("attention", over_all(1, 1, False), x, divided=record_divided(1, 2, 1))
 
 
 def test_ops_keep_what_they_were_declared_with() -> None:

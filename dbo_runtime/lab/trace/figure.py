@@ -36,8 +36,9 @@ def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str)
         canvas = _compose(timelines, title)
     except ImportError as error:
         raise ConfigError(f"a figure needs matplotlib ({error}): pip install 'dbo-runtime[lab]'") from error
+    suffix = Path(path).suffix[1:].lower()
     try:
-        canvas.print_figure(str(path), format=suffix if (suffix := Path(path).suffix[1:].lower()) in FORMATS else "png")
+        canvas.print_figure(str(path), format=suffix if suffix in FORMATS else "png")
     except (OSError, ValueError) as error:  # a ValueError if the path has a NUL byte
         why = getattr(error, "strerror", None) or error
         raise ConfigError(

@@ -13,9 +13,9 @@ from dbo_runtime.adapters.contract import POSITIONS, X
 from dbo_runtime.batch import Batch, slice_batch
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import SplitError
+from dbo_runtime.ir.divided_ops import divide_ops
 from dbo_runtime.ir.nano_batches import SIZES, NanoProgram, cut_program
 from dbo_runtime.ir.op import Op
-from dbo_runtime.ir.parts import divide_ops
 from dbo_runtime.ir.policies import latest_first
 from dbo_runtime.ir.program import Program
 from dbo_runtime.ir.values import Value

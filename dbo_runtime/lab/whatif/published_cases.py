@@ -12,7 +12,7 @@ from types import MappingProxyType
 from dbo_runtime.batch import Batch
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.whatif.scale import Network
-from dbo_runtime.outside_files import find_nearest
+from dbo_runtime.nearest import find_nearest
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
 

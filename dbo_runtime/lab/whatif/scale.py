@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from dbo_runtime.errors import ConfigError
-from dbo_runtime.outside_files import find_nearest
+from dbo_runtime.nearest import find_nearest
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ATTENTION, CommCost, ComputeCost, OpCost
 from dbo_runtime.planner.costs.program_spec import LayerRun, repeat_runs

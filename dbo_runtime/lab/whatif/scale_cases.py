@@ -10,7 +10,7 @@ from dbo_runtime.lab.whatif.expert_models import EXPERT_MODELS, ExpertModel
 from dbo_runtime.lab.whatif.expert_scale import scale_experts
 from dbo_runtime.lab.whatif.fabrics import FABRICS, Fabric
 from dbo_runtime.lab.whatif.published_cases import get_case
-from dbo_runtime.outside_files import find_nearest
+from dbo_runtime.nearest import find_nearest
 from dbo_runtime.planner.costs.cost_table import CostTable
 
 PREFILL, DECODE = "prefill", "decode"

@@ -21,7 +21,6 @@ from dbo_runtime.engine.dispatch import (
     pad_chunks,
     reduce_rows,
 )
-from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.api.attention import divide_attention
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.groups import make_sibling
@@ -29,6 +28,7 @@ from dbo_runtime.vllm_plugin.api.known import REDUCING_NORMS
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.experts import FusedExperts, SequenceParallelExperts, SplitExperts
+from dbo_runtime.vllm_plugin.parallel.unreduced import check_result, list_modules, run_unreduced
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
@@ -166,10 +166,10 @@ class ModelCollectives:
         """
         if self._tensor_parallel.world_size == 1:
             return module
-        parts = _list_parts(module)
+        parts = list_modules(module)
         projection = self._platform.get_last_projection(parts)
         if projection is not None:
-            return functools.partial(_run_unreduced, module, projection)
+            return functools.partial(run_unreduced, module, projection)
         classes = {type(part).__name__ for part in parts}
         copies, has_sums = (not classes.isdisjoint(names) for names in (self._platform.copying_modules, REDUCING_NORMS))
         return functools.partial(self._run_without_reduce, module, copies, has_sums)
@@ -263,44 +263,9 @@ class ModelCollectives:
             del self._tensor_parallel.all_reduce
         if copies and not held and not has_metadata():
             return result  # profiling skips attention, so its result is meaningless
-        is_reduced = _has_rows_of if copies else _share_memory
-        if len(held) != 1 or not is_reduced(result, held[0]):
-            raise ProgramError(
-                f"{_name(module)} must end in one all-reduce to be run without it; it made {len(held)}"
-                f"{' and returned something else' if len(held) == 1 else ''}. Declare it as one op that includes its "
-                "reduce, or let the adapter decline this model."
-            )
+        check_result(module, result, held, copies)
         return result
 
 
 def _keep(partial: torch.Tensor) -> torch.Tensor:
     return partial
-
-
-def _run_unreduced(module: Callable[..., Any], projection: Any, *args: Any) -> torch.Tensor:
-    projection.reduce_results = False  # only for this call, because unsplit steps reduce
-    try:
-        result: torch.Tensor = module(*args)
-    finally:
-        projection.reduce_results = True
-    return result
-
-
-def _list_parts(module: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules inside a module, or inside those that a partial passes to it."""
-    called = [module, *getattr(module, "args", ())]
-    return [part for each in called if isinstance(each, torch.nn.Module) for part in each.modules()]
-
-
-def _has_rows_of(copied: torch.Tensor, reduced: torch.Tensor) -> bool:
-    """Return whether *copied* may be a copy of *reduced*. Sparse attention adds rows of padding to the copy."""
-    fits = copied.shape[1:] == reduced.shape[1:] and copied.shape[0] >= reduced.shape[0]
-    return fits and copied.dtype == reduced.dtype
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel() and one.dtype == other.dtype
-
-
-def _name(module: Callable[..., Any]) -> str:
-    return getattr(getattr(module, "func", module), "__qualname__", type(module).__name__)

@@ -16,6 +16,8 @@ from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.comparing_forward import Mismatch, Verification
 from dbo_runtime.lab.verify.results import join_pieces
 from dbo_runtime.lab.verify.verification import verify_adapter
+from dbo_runtime.vllm_plugin.api import attention
+from dbo_runtime.vllm_plugin.api.attention import Halves, divide_forward
 from dbo_runtime.vllm_plugin.install import worker_hooks as hooks
 from tests.support.vllm import spoiled_ops
 from tests.support.vllm.engines import TINY
@@ -80,6 +82,38 @@ def test_an_op_that_computes_something_else_is_named(llama: str, monkeypatch: py
         verification
     )
     assert verification.mismatches[0].declared_at.startswith(str(spoiled_ops.__file__))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("half", "spoil", "named"),
+    [
+        # Keys that depend on the token before, and a result that depends on how many tokens there are.
+        ("before", lambda q, k, v: (q, k + k.roll(1, 0), v), "attention"),
+        ("after", lambda out: out + out.shape[0], "attention"),
+    ],
+)
+def test_a_division_of_attention_that_is_not_token_wise_is_named(
+    half: str, spoil: Any, named: str, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches do not run it: nano-batches are compared at every cut, too."""
+
+    def divide(forward: Any) -> Halves | None:
+        halves = divide_forward(forward)
+        assert halves is not None
+        function = getattr(halves, half)
+
+        def run(*args: Any) -> Any:
+            found = function(*args)
+            return spoil(*found) if isinstance(found, tuple) else spoil(found)
+
+        return halves._replace(**{half: run})
+
+    monkeypatch.setattr(attention, "divide_forward", divide)
+    verification = verify_adapter(llama)
+    assert {mismatch.op.partition(".")[2] for mismatch in verification.mismatches} == {named}, str(verification)
+    assert all("in nano-batches" in mismatch.step for mismatch in verification.mismatches)
 
 
 @pytest.mark.vllm

@@ -122,6 +122,17 @@ def find_decider(worker: Any) -> StepDecider:
     return forward.decider
 
 
+def count_divided(engine: Engine, rank: int) -> list[int]:
+    """Return the number of ops that are divided in nano-batches, on each worker."""
+    found: list[int] = engine.llm.collective_rpc(_count_divided)
+    return found
+
+
+def _count_divided(worker: Any) -> int:
+    forward: SplitForward = worker.model_runner.get_model().forward
+    return sum(op.divided is not None for op in forward.runtime.program.ops)
+
+
 def generate(
     engine: Engine, rank: int, prompts: Sequence[Prompts], tokens: int, arrive: Sequence[int] = ()
 ) -> tuple[list[Answer], list[dict[str, Any]]]:

@@ -8,7 +8,9 @@ import pytest
 
 from dbo_runtime.batch import Batch
 from dbo_runtime.decline import Decline
+from dbo_runtime.engine.nano_schedules import NanoSchedules
 from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
+from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
 from tests.support.vllm.costs import forget_costs, make_up_costs
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.equivalence import LENGTHS, MIXED, NANO, PROMPTS, assert_close, get_unsplit, run_in_nano_batches
@@ -20,6 +22,17 @@ from tests.support.vllm.ranks import Ranks
 def test_a_prefill_is_close(one_rank: Engine, count: str) -> None:
     answers = run_in_nano_batches(one_rank, PROMPTS, DBO_MICRO_BATCHES=count)
     assert_close(get_unsplit(one_rank, PROMPTS), answers)
+
+
+def test_projections_of_attention_are_cut(one_rank: Engine) -> None:
+    """Without this, attention that stays one op would go unnoticed: its answers are the same."""
+    program = one_rank.runner.get_model().forward.runtime.program
+    (joint,) = {op.name for op in program.ops if op.ordered}
+    schedule = NanoSchedules(program, TENSOR_ROWS).get(2, ("alternate", 0))
+    labels = [each.op.label for each in schedule.instructions]
+    for name in ("qkv#0", "qkv#1", "attention_core", "attn_out#0", "attn_out#1"):
+        assert labels.count(f"L0.{name}") == 1
+    assert f"L0.{joint}" not in labels
 
 
 @pytest.mark.parametrize("policy", ["sequential", "alternate", "staggered:2"])
