@@ -25,6 +25,10 @@ PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # Files that start engines stay whole, for these are shared in a file. Engines have processes and memory of their own.
 PARALLEL_FILES := -n 2 --dist loadfile --no-loadscope-reorder
 
+# Some images forbid Python to keep what it compiled. vLLM's import, which each process of an engine repeats, then takes
+# 25 s of a core in place of 16.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend setup-cuda gpu-kit demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
 	train test test-npu test-ascend test-ascend-slow test-gpu-kit count-recipes test-upstream gpu-kit-rehearsal hardware test-compat record-adapters test-slow test-shards test-all test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean

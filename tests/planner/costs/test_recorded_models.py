@@ -66,7 +66,13 @@ def assert_comes_back(program: Program) -> None:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_programs_of_every_form_come_back_from_a_cost_file(name: str) -> None:
-    forms = [form for form, program in record_forms(ADAPTERS[name]) if not assert_comes_back(program)]
+    forms, checked = [], set()
+    for form, program in record_forms(ADAPTERS[name]):
+        forms.append(form)
+        text = repr(describe_program(program))  # half of the forms record what another one does
+        if text not in checked:
+            checked.add(text)
+            assert_comes_back(program)
     assert {form.drafted for form in forms} == {form.side for form in forms} == {False, True}
 
 

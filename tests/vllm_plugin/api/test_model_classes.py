@@ -52,7 +52,14 @@ def test_an_architecture_has_the_adapter_of_its_backbone(architecture: str, adap
     assert (None if found is None else name_adapter(found)) == (adapter and f"dbo_models.{adapter}")
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForSequenceClassification", "JinaForRanking", "BertModel"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "JinaForRanking",
+        pytest.param("Qwen3ForSequenceClassification", marks=pytest.mark.slow),
+        pytest.param("BertModel", marks=pytest.mark.slow),
+    ],
+)
 def test_the_doctor_finds_what_serving_does(architecture: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}), encoding="utf-8")
     (finding,) = check_model(str(tmp_path), environ=os.environ)

@@ -46,6 +46,7 @@ def test_a_command_whose_steps_are_split() -> None:
     assert found == Finding("command", "ok", f"{layout}: all-reduces would overlap with computation")
 
 
+@pytest.mark.slow
 def test_everything_that_prevents_splitting_is_listed_not_the_first_only() -> None:
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
     module = "tests.support.vllm.layer_recorder"

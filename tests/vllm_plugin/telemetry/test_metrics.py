@@ -204,6 +204,7 @@ print(get_folder())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_what_a_worker_counts_its_engine_serves_and_removes_at_its_end() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "DBO_", "_DBO_"))}
