@@ -78,9 +78,7 @@ def test_results_are_kept_by_part_with_how_it_ended(kit: Kit) -> None:
 
 def test_a_part_that_hangs_is_killed_with_all_that_it_started_and_the_rest_goes_on(kit: Kit, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    assert not kit.run(
-        make_part("hangs", "fork and hang", str(pids), limit=5.0), make_part("next", "well"), seconds=90
-    )
+    assert not kit.run(make_part("hangs", "fork and hang", str(pids), limit=5.0), make_part("next", "well"), seconds=90)
     assert kit.parts["hangs"]["failed"].startswith("killed at its limit of 5 s")
     assert kit.parts["hangs"]["results"]["what"] == "fork and hang"
     children = [int(line) for line in pids.read_text().split()]

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.calibrate.contention import fit_contention
+from dbo_runtime.lab.calibrate.divided_costs import add_joint_costs
 from dbo_runtime.lab.calibrate.fit import fit_costs
 from dbo_runtime.lab.calibrate.measurement import Measurements, measure
 from dbo_runtime.lab.calibrate.report import BUDGET_SECONDS, Report
@@ -104,7 +105,7 @@ def _fit_table(source: CostSource, measurements: Measurements) -> tuple[CostTabl
     )
     host = HostCost(computes=host_computes)
     contention = fit_contention(costs, samples)
-    table = CostTable(origin, describe_program(program), costs, contention, host, errors)
+    table = CostTable(origin, describe_program(program), add_joint_costs(costs, program), contention, host, errors)
     return fit_steps(table, program, measurements.steps)
 
 

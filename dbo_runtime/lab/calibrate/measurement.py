@@ -8,8 +8,11 @@ batch runs in three modes in turn, so that a disturbance affects all modes:
 - `sequential`: two micro-batches one after the other, gives the time of each op alone;
 - `alternate`: two interleaved micro-batches, gives the time of ops while another lane runs;
 
-A fourth mode, `serial`, is added if ops of one micro-batch overlap each other (a dispatch and the shared experts). It
-runs every op on the calling thread, so that these ops are also measured alone.
+Two more modes are added where a model needs them:
+
+- `serial`, if ops of one micro-batch overlap each other (a dispatch and the shared experts), runs every op on the
+  calling thread, so that these ops are also measured alone;
+- `divided`, if there are divided ops, runs the ops that they are divided into, as nano-batches do.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import DeclineError
 from dbo_runtime.devices import Device
 from dbo_runtime.devices.serial import SerialDevice
+from dbo_runtime.ir.divided_ops import divide_ops
 from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.ir.program import Program
+from dbo_runtime.lab.calibrate.divided_costs import list_parts
 from dbo_runtime.lab.calibrate.samples import Sample, measure_late, read_samples
 from dbo_runtime.lab.calibrate.shapes import Shape, choose_repeats, choose_shapes, expect_round
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+SERVED_MODES = ("unsplit", "sequential", "alternate")  # steps in other modes tell of their ops only
 STRIDE_TOKENS = 7919  # a prime, to spread tokens over the vocabulary: equal tokens are routed to the same experts
 
 Progress = Callable[[int, int, str], None]
@@ -53,7 +59,7 @@ Progress = Callable[[int, int, str], None]
 class StepSample(NamedTuple):
     """One measured run of the forward."""
 
-    mode: str  # "unsplit", "sequential" or "alternate"
+    mode: str  # one of `SERVED_MODES`
     loads: tuple[BatchFeatures, ...]  # one entry per micro-batch; one for an unsplit step
     seconds: float  # seconds of the forward call
     idle: float  # seconds between its first and last op in which no lane ran; 0 for an unsplit step
@@ -172,6 +178,9 @@ class _Harness:
         }
         if overlaps_itself(program):
             self._forwards["serial"] = _copy_forward(served, SerialDevice(device), "sequential", group)
+        self._parts = list_parts(program)
+        if self._parts:
+            self._forwards["divided"] = _copy_forward(served, device, "sequential", group, divide_ops(program))
         self._forward = self._forwards["unsplit"]
 
     def run(self, shape: Shape, turn: int) -> list[_Run]:
@@ -225,7 +234,8 @@ class _Harness:
             raise DeclineError("vLLM's dummy batch cannot be split", f"{shape}: {reasons}")
         loads = shape.measure_parts(cut)
         step = StepSample(mode, loads, self._seconds, timeline.idle, measure_late(timeline), timeline.measure_issue())
-        return _Run(step, read_samples(timeline, loads))
+        samples = read_samples(timeline, loads)
+        return _Run(step, [one for one in samples if one.op in self._parts] if mode == "divided" else samples)
 
 
 def _fill(received: IntermediateTensors | None) -> None:
@@ -234,11 +244,13 @@ def _fill(received: IntermediateTensors | None) -> None:
         tensor.normal_(generator=torch.Generator(tensor.device).manual_seed(STRIDE_TOKENS))
 
 
-def _copy_forward(served: SplitForward, device: Device, policy: str, group: GroupCoordinator) -> SplitForward:
-    """Return a forward of the same model that splits by *policy*, whatever the settings are."""
+def _copy_forward(
+    served: SplitForward, device: Device, policy: str, group: GroupCoordinator, program: Program | None = None
+) -> SplitForward:
+    """Return a forward of the same model that splits by *policy*, whatever the settings are; see `copy_for`."""
     # `side`, if the program has it
     config = RuntimeConfig(enabled=True, mode="always", split="micro", policy=(policy, 0), side="on")
-    own = served.copy_for(device, config, group)
+    own = served.copy_for(device, config, group, program)
     own.decider.checks_turns = False  # dummy batches have no KV connector, so any order may be measured
     own.runtime.plan(Batch((1, 1), 0), cuts=[1])  # makes the schedule, which is no part of a step
     return own
@@ -270,6 +282,6 @@ def _add(measurements: Measurements, runs_of_ranks: Sequence[Sequence[_Run]]) ->
     for runs in zip(*runs_of_ranks, strict=True):
         measurements.samples.extend(map(merge_ranks, zip(*(run.samples for run in runs), strict=True)))
         steps = [run.step for run in runs]
-        if steps[0].mode != "serial":  # no served step runs in this mode
+        if steps[0].mode in SERVED_MODES:
             times = {name: fmean(getattr(step, name) for step in steps) for name in TIMES}
             measurements.steps.append(steps[0]._replace(**times))

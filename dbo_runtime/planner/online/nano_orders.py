@@ -18,11 +18,13 @@ from dbo_runtime.batch import Batch, split_evenly
 from dbo_runtime.bounded import BoundedDict
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.divided_ops import divide_ops
 from dbo_runtime.ir.nano_batches import NO_ROWS, Rows, cut_program
 from dbo_runtime.ir.policies import get_policy, sequential
 from dbo_runtime.ir.program import Program
 from dbo_runtime.nano_sizes import share_nano_batches, slice_nano_batches
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.online.cuts import Cut, Features, measure_batch
 from dbo_runtime.planner.online.durations import Vector
 from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder, RepeatingSchedule
@@ -42,7 +44,7 @@ class NanoOrders:
     """Prepares the orders of one program in nano-batches.
 
     Args:
-        program: ops of one micro-batch, without `side`.
+        program: ops of one micro-batch, without `side`; see `divide_measured`.
         rows: functions that join and cut values; None if orders are predicted only, and not run.
 
     Attributes:
@@ -130,6 +132,15 @@ class NanoOrders:
         first = sum(count if op.token_wise else 1 for op in few.program.ops[: few.first])
         order = NamedOrder("", (short,), sequential([short]))
         return RepeatingSchedule(order.schedule, first + length, length, few.omitted)
+
+
+def divide_measured(program: Program, table: CostTable) -> Program:
+    """Return the program with the ops of each divided op in place of it; the program itself if they have no costs.
+
+    Costs that were measured before an op was divided have only those of the whole op, and so have published costs.
+    """
+    divided = divide_ops(program)
+    return divided if all(op.name in table.ops for op in divided.ops) else program
 
 
 def cut_step(features: BatchFeatures, count: int) -> Cut | None:

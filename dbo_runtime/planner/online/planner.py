@@ -35,7 +35,7 @@ from dbo_runtime.planner.online.cuts import (
 )
 from dbo_runtime.planner.online.durations import DurationTables, Vector
 from dbo_runtime.planner.online.named_order import NamedOrder
-from dbo_runtime.planner.online.nano_orders import NanoOrders, cut_step
+from dbo_runtime.planner.online.nano_orders import NanoOrders, cut_step, divide_measured
 from dbo_runtime.planner.online.order_book import OrderBook
 from dbo_runtime.planner.online.placements import Placements
 from dbo_runtime.planner.online.prediction import Prediction
@@ -96,9 +96,12 @@ class Planner:
         self._counts = Counter(op.name for op in program.ops)
         self._density = compute_density(table, program)
         self._placements = Placements(program, table)
-        self._tables = DurationTables(program, [table, *make_worst_cases(table, get_uncertainty(table))])
+        tables = [table, *make_worst_cases(table, get_uncertainty(table))]
+        self._tables = DurationTables(program, tables)
         self._preparation = Preparation(self._placements.programs, self._tables, max_states, keeps_layers)
-        self._nano = NanoOrders(self._placements.programs[0], rows)
+        divided = divide_measured(self._placements.programs[0], table)
+        self._divided_preparation = Preparation([divided], DurationTables(divided, tables), max_states)
+        self._nano = NanoOrders(divided, rows)
         self._books: dict[int, OrderBook] = {}  # those of the settings, by number of micro-batches
         self._made: dict[int, OrderBook] = {}  # and those of earlier settings with the same policy and `side`
         self._booked_for: tuple[object, ...] = ()
@@ -144,7 +147,7 @@ class Planner:
         for count, samples in list_samples(self._shapes, missing, self._density).items():
             self._made[count] = self._preparation.make_book(samples, allowed, config)
         self._books = {count: self._made[count] for count in wanted if count in self._made}
-        self._nano.prepare(config, self._shapes, self._preparation)
+        self._nano.prepare(config, self._shapes, self._divided_preparation)
 
     def list_counts(self, config: RuntimeConfig) -> list[int]:
         """Return the numbers of micro-batches to choose from; 1 is among them if ops may be concurrent on `side`."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.models.interfaces_base import VllmModel
 
+    from dbo_runtime.ir.program import Program
+
 
 class SplitForward:
     """Replaces the `forward` of a loaded model instance: decides each step, runs it, and observes it.
@@ -67,11 +69,16 @@ class SplitForward:
         """The runtime, which makes plans and runs them."""
         return self.decider.runtime
 
-    def copy_for(self, device: Device, config: RuntimeConfig, group: GroupCoordinator) -> SplitForward:
-        """Return a forward of the same model with its own plans, counts and times, and a silent log."""
+    def copy_for(
+        self, device: Device, config: RuntimeConfig, group: GroupCoordinator, program: Program | None = None
+    ) -> SplitForward:
+        """Return a forward of the same model with its own plans, counts and times, and a silent log.
+
+        It runs the served program, or another *program* that computes the same.
+        """
         own, served, log = copy.copy(self), self.runtime, open_log(quiet=True)
         ranks, hooked = group.world_size, served.keeps_layers
-        runtime = MicroBatchRuntime(served.program, device, config, log, ranks, hooked, served.rows)
+        runtime = MicroBatchRuntime(program or served.program, device, config, log, ranks, hooked, served.rows)
         own.decider = self.decider.copy_for(runtime, group)
         own.runner, own.observer = self.runner.copy_for(runtime), self.observer.copy_for(runtime)
         own._comparison, own._is_final = self._comparison.copy_for(own.decider), False

@@ -20,6 +20,7 @@ from dbo_runtime.decline import DeclineError
 from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.calibrate import calibration, measurement
+from dbo_runtime.lab.calibrate.divided_costs import list_parts
 from dbo_runtime.lab.calibrate.measurement import Measurements
 from dbo_runtime.lab.calibrate.report import Report
 from dbo_runtime.lab.calibrate.shapes import Shape
@@ -86,7 +87,11 @@ def test_calibration_writes_a_file_with_what_the_rank_plans_by(
     table = load_costs(path)
     assert table.digest == digest
     assert table.program == describe_program(forward.runtime.program)
-    assert set(table.ops) == set(table.errors) == {op.name for op in forward.runtime.program.ops}
+    program = forward.runtime.program
+    parts = {"qkv", "attn_out"}
+    assert parts == list_parts(program)
+    assert set(table.errors) == {op.name for op in program.ops} | parts
+    assert set(table.ops) == {*table.errors, "attention_core"}  # which takes what they leave of attention
     assert (table.contention.keys(), table.host.computes) == ({"compute", "comm"}, True)
     assert all(factor >= 1 for factor in table.contention.values())
 
@@ -122,7 +127,7 @@ def test_the_report_says_how_far_costs_are_off_for_each_op_and_for_steps(
     worst = max(report["step_errors"].values())
     assert judgement.startswith(f"half of the measured steps are within {worst:.1%} of what the costs predict")
     named = {" ".join(words): error for *words, error in map(str.split, rows)}
-    assert named.keys() == {*table.ops, "unsplit step", "split step"}
+    assert named.keys() == {*table.errors, "unsplit step", "split step"}
     assert all(named[op] == f"{error:.1%}" for op, error in table.errors.items())
     assert f"take {table.split_error:.1%} longer than predicted" in longer
     assert re.fullmatch(r"slower while another lane runs, by a factor of: compute \d+\.\d\d, comm \d+\.\d\d", slower)

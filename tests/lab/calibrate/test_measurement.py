@@ -14,6 +14,7 @@ from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.decline import Decline, DeclineError
 from dbo_runtime.errors import RankError
+from dbo_runtime.ir.divided_ops import divide_ops
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.lab.calibrate import measurement
 from dbo_runtime.lab.calibrate.measurement import merge_ranks, overlaps_itself
@@ -157,11 +158,15 @@ def test_a_stage_is_given_tokens_that_differ_and_the_same_ones_each_time() -> No
 
 
 def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> None:
-    ops = name_ops(one_rank.runner.get_model().forward.runtime.program)
+    program = one_rank.runner.get_model().forward.runtime.program
+    ops, parts = name_ops(program), name_ops(divide_ops(program))
+    parts -= ops  # with the joint op that attention is divided into
+    del parts["attention_core"]
     found, told = one_rank.llm.collective_rpc(measure_few)[0]
-    assert_complete(found, ops)
+    assert set(parts) == {"qkv", "attn_out"}
+    assert_complete(found, ops + parts)
     runs = 2 * len(FEW_SHAPES) * MAX_REPEATS  # two ways of each
-    assert len(found.samples) == ops.total() * 2 * runs  # micro-batches
+    assert len(found.samples) == (ops.total() * 2 + parts.total()) * runs  # micro-batches
     shapes = [(number, len(FEW_SHAPES), str(shape)) for number, shape in enumerate(FEW_SHAPES)]
     assert told == [*shapes, (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
     assert told[0] == (0, len(FEW_SHAPES), "2 x 1 tokens after 16")

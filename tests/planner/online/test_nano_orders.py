@@ -10,17 +10,24 @@ import pytest
 from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
-from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.op import Op
+from dbo_runtime.ir.program import Program, ProgramBuilder
 from dbo_runtime.ir.schedule import Instruction
+from dbo_runtime.lab.calibrate.divided_costs import add_joint_costs
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
+from dbo_runtime.planner.costs.cost_table import CostTable
+from dbo_runtime.planner.costs.op_cost import ComputeCost
 from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.online.cuts import measure_batch
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.planner.online.split_choice import SplitChoice
+from tests.support.planner.shop import do_nothing
 
 PREFILL = Batch((4096,) * 4, 4 * 4096)
 DECODES = Batch((1,) * 128, 0, context_lens=(4096,) * 128)
+ATTENTION = "attention"
 CASES = ["r1-tp16-941", "llama70b-tp8-11329"]
 
 
@@ -30,8 +37,28 @@ def record(case: str) -> Program:
     return replace(program, ops=tuple(replace(op, token_wise=not op.ordered) for op in program.ops))
 
 
-def make_planner(case: str, batch: Batch) -> Planner:
-    return Planner(record(case), get_case(case).table, shapes=[batch])
+def divide_attention(case: str) -> tuple[Program, CostTable]:
+    """Return a case's program with attention divided, and its costs: half of what depends on tokens is projections."""
+    program, table = record(case), get_case(case).table
+    ops = tuple(replace(op, divided=record_divided(op)) if op.name == ATTENTION else op for op in program.ops)
+    whole = table.ops[ATTENTION]
+    assert isinstance(whole, ComputeCost)
+    projected = ComputeCost(whole.fixed / 4, whole.per_token / 4, whole.weights / 4)
+    costs = {**table.ops, "qkv": projected, "attn_out": projected}
+    program = replace(program, ops=ops)
+    return program, replace(table, ops=add_joint_costs(costs, program))
+
+
+def record_divided(op: Op) -> Program:
+    p = ProgramBuilder()
+    x = p.compute("qkv", do_nothing, *(p.input(value.name) for value in op.reads), token_wise=True)
+    x = p.compute("attention_core", do_nothing, x, ordered=True)
+    return p.build(p.compute("attn_out", do_nothing, x, token_wise=True))
+
+
+def make_planner(case: str, batch: Batch, is_divided: bool = False) -> Planner:
+    program, table = divide_attention(case) if is_divided else (record(case), get_case(case).table)
+    return Planner(program, table, shapes=[batch])
 
 
 def choose(planner: Planner, batch: Batch, **settings: Any) -> SplitChoice:
@@ -41,26 +68,29 @@ def choose(planner: Planner, batch: Batch, **settings: Any) -> SplitChoice:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_a_prediction_is_the_end_of_a_simulation_of_all_ops(case: str, count: int) -> None:
-    planner, table = make_planner(case, PREFILL), get_case(case).table
+@pytest.mark.parametrize(("count", "is_divided"), [(2, False), (3, False), (8, False), (3, True)])
+def test_a_prediction_is_the_end_of_a_simulation_of_all_ops(case: str, count: int, is_divided: bool) -> None:
+    planner = make_planner(case, PREFILL, is_divided)
+    table = planner.table
     choice = choose(planner, PREFILL, split="nano", micro_batches=count)
     features = choice.cut.features
     assert [each.tokens for each in features] == [4 * 4096, *(each.tokens for each in features[1:])]
     assert sum(each.tokens for each in features[1:]) == 4 * 4096
     assert len(features) == 1 + count
+    names = {op.name for op in choice.order.programs[0].ops}
+    assert ({"qkv", "attention_core", "attn_out"} <= names, ATTENTION in names) == (is_divided, not is_divided)
 
-    def find(instruction: Instruction) -> BatchFeatures:
+    def measure(instruction: Instruction) -> BatchFeatures:
         number = instruction.op.nano_batch
         return features[0] if number is None else features[1 + number]
 
     def credit(instruction: Instruction) -> float:
         cost = table.ops[instruction.op.name]
-        return getattr(cost, "credit", lambda _: 0.0)(find(instruction))
+        return getattr(cost, "credit", lambda _: 0.0)(measure(instruction))
 
     timeline = predict_timeline(
         choice.order.schedule,
-        lambda instruction: table.ops[instruction.op.name].time(find(instruction)),
+        lambda instruction: table.ops[instruction.op.name].time(measure(instruction)),
         table.contention,
         table.host,
         credit,
@@ -68,6 +98,27 @@ def test_a_prediction_is_the_end_of_a_simulation_of_all_ops(case: str, count: in
     end = table.host.time_split(max(span.end for span in timeline.spans), PREFILL.tokens)
     assert choice.prediction.split == pytest.approx(end, rel=5e-3)
     assert choice.prediction.nano_batches == count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_divided_attention_alone_promises_nothing_and_gains_where_it_overlaps(case: str) -> None:
+    whole, divided = (make_planner(case, PREFILL, is_divided) for is_divided in (False, True))
+    features = measure_batch(PREFILL)
+    assert divided.predict_unsplit(features) == whole.predict_unsplit(features)
+    apart = sum(divided.table.ops[name].time(features) for name in ("qkv", "attention_core", "attn_out"))
+    assert apart == pytest.approx(whole.table.ops[ATTENTION].time(features))
+    ours, theirs = (choose(planner, PREFILL, split="nano", micro_batches=4).prediction for planner in (divided, whole))
+    assert ours.split < theirs.split
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_whose_parts_have_no_costs_is_planned_whole(case: str) -> None:
+    program, _ = divide_attention(case)
+    settings = RuntimeConfig(mode="always", split="nano", micro_batches=2)
+    planner, expected = Planner(program, get_case(case).table, shapes=[PREFILL]), make_planner(case, PREFILL)
+    planner.prepare(settings)
+    expected.prepare(settings)
+    assert planner.digest == expected.digest != ""
 
 
 @pytest.mark.parametrize("case", CASES)

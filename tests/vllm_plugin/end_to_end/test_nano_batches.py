@@ -110,15 +110,18 @@ def test_with_costs_the_planner_chooses_how_many(two_ranks: Engine, count: str, 
         two_ranks.llm.collective_rpc(forget_costs)
         two_ranks.configure(DBO_MODE="always")
     assert [after["nano"] - rank["nano"] for after, rank in zip(two_ranks.statistics(), before, strict=True)] == [1, 1]
-    assert {name.rpartition("-")[2] for name in plans} == {str(expected)}
+    for name, ops in plans:
+        assert name.rpartition("-")[2] == str(expected)
+        assert {"qkv", "attention_core", "attn_out"} <= ops  # attention is divided: its parts have costs
+        assert "attention" not in ops
     assert_close(get_unsplit(two_ranks, PROMPTS), answers)
 
 
-def get_last_order(worker: Any) -> str:
-    """Return the name of the order that the planner would choose for all prompts at once."""
+def get_last_order(worker: Any) -> tuple[str, set[str]]:
+    """Return the name, and the names of the ops, of the order that the planner would choose for all prompts at once."""
     runtime = worker.model_runner.get_model().forward.runtime
     choice = runtime.planner.choose(Batch(LENGTHS, sum(LENGTHS)), runtime.config)
-    return str(choice.order.name)
+    return str(choice.order.name), {op.name for op in choice.order.programs[0].ops}
 
 
 @pytest.mark.parametrize("check", ["1", "races"])
