@@ -78,7 +78,7 @@ def test_the_report_judges_p99_with_planning_by_that_without() -> None:
     text = "\n".join(write_report({"none": make_turns(1.01), "1gbit": make_turns(1.03)}, rounds=12))
     assert "| none: elapsed, planned, not split / off | ≤ 1.02 | 1.010 | reached |" in text
     assert "| 1gbit: CPU, auto / off | ≤ 1.02 | 1.030 | missed by 1.0% |" in text
-    assert "| auto | 60 | 60 | 60 | 100 | 100 | 50 | 50 |" in text
+    assert "| auto | 60 | 60 | 60 | 100 / 100 | 50 / 50 |" in text
     assert "| elapsed | off, again | 100.0 | 100.0 | 1.000 (1.000–1.000) | 1.000 (1.000–1.000) | +0.00 |" in text
     assert "| elapsed | auto | 103.0 | 103.0 | 1.030 (1.030–1.030) | 1.030 (1.030–1.030) | +3.00 |" in text
     assert "| CPU | auto | 51.5 | 51.5 | 1.030 (1.030–1.030) | 1.030 (1.030–1.030) | +1.50 |" in text

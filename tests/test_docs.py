@@ -217,6 +217,29 @@ def test_the_wheel_has_every_package() -> None:
     assert set(settings["packages"]) == folders | {"dbo_models"}
 
 
+MOST_COLUMNS = 7  # that a laptop shows side by side; see tests/test_site_in_browser.py
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tables_are_cut_to_what_decides(document: Path) -> None:
+    heads = re.findall(r"^(\|.*)\n\|(?: *:?-+:? *\|)+$", document.read_text(), re.MULTILINE)
+    columns = [[cell.strip() for cell in re.split(r"(?<!\\)\|", head)[1:-1]] for head in heads]
+    wide = [cells for cells in columns if len(cells) > MOST_COLUMNS and not is_grid(cells)]
+    assert wide == [], "move what does not decide into a second table"
+
+
+def is_grid(cells: list[str]) -> bool:
+    """Whether columns are the values of one variable: narrow, and nothing to choose from."""
+    return all(re.fullmatch(r"[\d.]+", cell) for cell in cells[1:])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_line_of_a_paragraph_becomes_a_heading(document: Path) -> None:
+    # The site takes `#941` at the beginning of a line for a heading, repository browsers do not.
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^#+[^#\s].*", text, re.MULTILINE) == []
+
+
 def test_the_readme_stays_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120

@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 FIRST = ROOT / "README.md"
+WIDE = ("recipes.md",)  # long names in each column: tables also get the room of the page's contents
 LINK = re.compile(r"\]\(([^)#\s]+)")  # up to its anchor
 
 
@@ -38,6 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page's text with links between pages; files that are no documents become blocks of code."""
     source = Path(page.file.abs_src_path or "")
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     if source.suffix != ".md":
         return f"# {source.name}\n\n`{source.relative_to(ROOT)}`\n\n~~~~ {source.suffix[1:]}\n{markdown}~~~~\n"
     folder = posixpath.dirname(page.file.src_uri) or "."

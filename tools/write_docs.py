@@ -93,9 +93,11 @@ def make_settings_table() -> str:
 
 def make_models_table() -> str:
     """Return the architectures that this repository has adapters for, and how long these are."""
-    heads = "architecture", "adapter", "lines", "what overlaps"
+    heads = "architecture", "adapter in `dbo_models`", "lines", "what overlaps"
     ours = sorted((entry.name, entry.value) for entry in entry_points(group=GROUP) if "dbo_models" in entry.value)
-    return _make_table(heads, [(name, value, *_describe_adapter(value)) for name, value in ours])
+    return _make_table(
+        heads, [(name, value.removeprefix("dbo_models."), *_describe_adapter(value)) for name, value in ours]
+    )
 
 
 def make_connectors_table() -> str:
@@ -124,11 +126,9 @@ def make_versions_table() -> str:
     """Return how many tests of each suite passed on each version of vLLM, as `make test-compat` has kept it."""
     results = json.loads((ROOT / "tests" / "compat" / "results.json").read_text())
     suites = dict.fromkeys(suite for found in results.values() for suite in found["suites"])
-    rows = [
-        (vllm, found["date"], found["torch"], *(_describe_counts(found["suites"].get(suite)) for suite in suites))
-        for vllm, found in results.items()
-    ]
-    return _make_table(("vLLM", "date", "torch", *suites), rows)
+    rows = [(suite, *(_describe_counts(found["suites"].get(suite)) for found in results.values())) for suite in suites]
+    versions = (f"vLLM {vllm}, torch {found['torch']} ({found['date']})" for vllm, found in results.items())
+    return _make_table(("tests of", *versions), rows)
 
 
 def make_recorded_table() -> str:

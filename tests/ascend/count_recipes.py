@@ -159,7 +159,8 @@ def describe(recipe: Recipe) -> tuple[str, str, str]:
     if recipe.decode_context_parallel not in ("", "1"):
         sizes["DCP"] = recipe.decode_context_parallel
     layout = " ".join(f"{name}{size or '$'}" for name, size in sizes.items() if size != "1")
-    kinds = (recipe.quantization and recipe.scheme, recipe.drafter, recipe.connectors, recipe.flags)
+    connectors = recipe.connectors.replace(",", ", ")  # a line of a cell may end there
+    kinds = (recipe.quantization and recipe.scheme, recipe.drafter, connectors, recipe.flags)
     where = f"{recipe.page.removesuffix('.md')}:{recipe.line}"
     return where, f"{layout} EP" if recipe.expert_parallel == "1" else layout, " ".join(filter(None, kinds))
 

@@ -71,6 +71,7 @@ AXES = {
 }
 MODERATE = Size()
 PLANNING = "planning"
+SIZE_HEADER = ("layers x ops, in micro-batches", "ops")  # stages follow
 MAX_TRACED_OPS = 3 * MODERATE.units  # of planning
 RUNS, PATIENCE = 5, 1.0  # of a stage; seconds after which there is no further run
 SIZES = list(dict.fromkeys(size for sizes in AXES.values() for size in sizes))
@@ -162,8 +163,11 @@ def describe(figure: Figure) -> str:
 
 
 def tabulate_sizes(figures: Figures) -> list[str]:
-    rows = [[*size, size.units, *map(describe, figures[size].values())] for size in SIZES]
-    return make_table(["layers", "ops a layer", "micro-batches", "ops", *figures[MODERATE]], rows)
+    rows = [
+        [f"{size.layers} x {size.ops}, in {size.micro_batches}", size.units, *map(describe, figures[size].values())]
+        for size in SIZES
+    ]
+    return make_table([*SIZE_HEADER, *figures[MODERATE]], rows)
 
 
 def tabulate_growth(figures: Figures) -> list[str]:

@@ -123,9 +123,10 @@ def draw_lengths(figure: Figure, tables: Sequence[Sequence[Row]]) -> None:
 
 def draw_serving(figure: Figure, tables: Sequence[Sequence[Row]]) -> None:
     """Draw throughput and time to the first token by those of `off`, for each load."""
-    loads = [(name, row) for name, rows in zip(("long prompts", "long answers"), tables, strict=False) for row in rows]
-    names = list(dict.fromkeys(f"{name},\n{_describe_rate(row)}" for name, row in loads))
     panels = {"throughput / off": "throughput (more is better)", "TTFT / off": "mean TTFT (less is better)"}
+    gains = [rows for rows in tables if panels.keys() <= rows[0].keys()]
+    loads = [(name, row) for name, rows in zip(("long prompts", "long answers"), gains, strict=True) for row in rows]
+    names = list(dict.fromkeys(f"{name},\n{_describe_rate(row)}" for name, row in loads))
     for axes, (column, title) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
         for shift, (mode, colour) in zip((-0.19, 0.19), {"on": BLUE, "always": ORANGE}.items(), strict=True):
             values = [read_number(row[column]) for _, row in loads if row["mode"] == mode]

@@ -10,7 +10,16 @@ from tests.benchmarks.targets import Target
 from tests.support.page import make_table
 
 OFF, ON, ALWAYS, WITHOUT = "off", "on", "always", "without"
-SHOWN = ("requests/s", "TTFT mean, ms", "TTFT p99", "TPOT mean, ms")  # of the metrics, in the table
+HEADER = (
+    "requests/s offered",
+    "mode",
+    "requests/s",
+    "throughput / off",
+    "TTFT mean, ms",
+    "TTFT / off",
+    "TPOT mean, ms",
+)
+EVIDENCE = ("requests/s offered", "mode", "TTFT p99, ms", "steps split")
 MODES = {  # of a server with the plugin: settings
     OFF: {"DBO_MODE": "off"},
     ON: {"DBO_MODE": "auto"},
@@ -36,7 +45,8 @@ def write_report(runs: Sequence[Run], link: str, repeat: int) -> list[str]:
         f"medians of {repeat} runs of each mode.",
     ]
     for traffic in dict.fromkeys(run.load.traffic for run in runs):
-        lines += ["", *describe_traffic(traffic), "", *make_rows([run for run in runs if run.load.traffic == traffic])]
+        of_traffic = [run for run in runs if run.load.traffic == traffic]
+        lines += ["", *describe_traffic(traffic), "", *make_rows(of_traffic), "", *make_evidence(of_traffic)]
     return [*lines, "", *REMARKS, "", *write_targets(runs, link, repeat)]
 
 
@@ -49,23 +59,40 @@ def describe_traffic(traffic: Traffic) -> list[str]:
 
 
 def make_rows(runs: Sequence[Run]) -> list[str]:
-    """Return the table of a traffic."""
+    """Return the table of a traffic: what was gained."""
     rows = []
-    for load in dict.fromkeys(run.load for run in runs):
-        for mode in sorted({run.mode for run in runs if run.load == load}, key=[WITHOUT, *MODES].index):
-            figures = [find_median(runs, load, mode, metric) for metric in map(METRICS.__getitem__, SHOWN)]
-            ratios = [compare(runs, load, mode, metric) for metric in (THROUGHPUT, FIRST_TOKEN)]
-            rows.append(
-                [
-                    load.rate,
-                    mode,
-                    *("" if figure is None else f"{figure:.4g}" for figure in figures),
-                    describe_steps(runs, load, mode),
-                    *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
-                ]
-            )
-    header = ("requests/s offered", "mode", *SHOWN, "steps split", "throughput / off", "TTFT / off")
-    return make_table(header, rows)
+    for load, mode in list_ways(runs):
+        throughput, first_token, later = (
+            describe_median(runs, load, mode, name) for name in ("requests/s", "TTFT mean, ms", "TPOT mean, ms")
+        )
+        ratios = [compare(runs, load, mode, metric) for metric in (THROUGHPUT, FIRST_TOKEN)]
+        faster, sooner = ("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)
+        rows.append([load.rate, mode, throughput, faster, first_token, sooner, later])
+    return make_table(HEADER, rows)
+
+
+def make_evidence(runs: Sequence[Run]) -> list[str]:
+    """Return the table of what else was seen of a traffic."""
+    rows = [
+        [load.rate, mode, describe_median(runs, load, mode, "TTFT p99"), describe_steps(runs, load, mode)]
+        for load, mode in list_ways(runs)
+    ]
+    return make_table(EVIDENCE, rows)
+
+
+def list_ways(runs: Sequence[Run]) -> list[tuple[OfferedLoad, str]]:
+    """Return the loads and the modes that met them, in the order of the rows."""
+    return [
+        (load, mode)
+        for load in dict.fromkeys(run.load for run in runs)
+        for mode in sorted({run.mode for run in runs if run.load == load}, key=[WITHOUT, *MODES].index)
+    ]
+
+
+def describe_median(runs: Sequence[Run], load: OfferedLoad, mode: str, name: str) -> str:
+    """Return a metric's median over runs, or nothing if it was not measured."""
+    figure = find_median(runs, load, mode, METRICS[name])
+    return "" if figure is None else f"{figure:.4g}"
 
 
 def describe_steps(runs: Sequence[Run], load: OfferedLoad, mode: str) -> str:

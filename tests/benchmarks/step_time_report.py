@@ -25,7 +25,7 @@ ELAPSED, CPU = "elapsed", "CPU"
 KINDS = {ELAPSED: attrgetter("seconds"), CPU: attrgetter("cpu_seconds")}
 PLANNING = attrgetter("planning"), attrgetter("cpu_planning")
 QUANTILES = (0.5, 0.99)
-COUNTS = ("mode", "steps", "planned", "split", "planning p50, us", "p99", "CPU p50, us", "p99")
+COUNTS = ("mode", "steps", "planned", "split", "planning p50 / p99, us", "its CPU p50 / p99, us")
 TIMES = ("time", "mode", "p50, ms", "p99, ms", "p50 / off", "p99 / off", "longer, ms")
 REMARKS = """\
 One server with `VLLM_ASCEND_ENABLE_DBO=1` and `DBO_CALIBRATE=1`, which is told over RPC before each turn what to do.
@@ -62,7 +62,7 @@ def make_counts(turns: Sequence[Turn], mode: str) -> list[str]:
     steps = [step for turn in turns if turn.mode == mode for step in turn.steps]
     counts = len(steps), sum(step.is_planned for step in steps), sum(step.is_split for step in steps)
     planning = [np.quantile([get(step) for step in steps], QUANTILES) * 1e6 for get in PLANNING]
-    return [mode, *map(str, counts), *(f"{figure:.0f}" for figure in np.concatenate(planning))]
+    return [mode, *map(str, counts), *(" / ".join(f"{figure:.0f}" for figure in each) for each in planning)]
 
 
 def make_times(turns: Sequence[Turn], mode: str, kind: str) -> list[str]:

@@ -13,18 +13,17 @@ from tests.support.page import make_table
 TARGET_RATE, TARGET_PARALLEL, ENOUGH = "200mbit", "tensor", 7  # runs for a verdict
 TARGETS = {"1x2000": (1.30, 1.15, 0.90), "4x500": (1.15, 1.12, 0.90)}  # over off, over synchronous, own bound / T
 SHOWN = (OFF, SYNCHRONOUS, PLANNED)
-HEADER = (
-    "link", "workload", *(f"{mode}, s" for mode in SHOWN), "planned in", "predicted", "over unsplit", "hidden",
-    "own bound / T",
-)  # fmt: skip
+HEADER = ("link", "workload", *(f"{mode}, s" for mode in SHOWN), "planned in", "over unsplit")
+EVIDENCE = ("link", "workload", "predicted", "hidden", "own bound / T")
 REMARKS = """\
 Seconds are medians of the whole `generate`. *No overlap* splits every step in two, one after the other; *planned* is
 `DBO_MODE=auto` with costs that were measured at this rate before: it decides whether to split, into how many
-micro-batches (*planned in*), where, and in which order. *predicted* is what the costs say of the best split, compared
-with unsplit; it is taken only where that holds even if they are off. The ratio is that of medians, with the quartiles
-of the ratios within a turn in parentheses. *own bound* is the least time that any issue order could take for ops that
-take what they took in that very step, *T* the forward's time. *hidden* is the share of communication that ran during
-computation.""".splitlines()
+micro-batches (*planned in*), where, and in which order. The ratio is that of medians, with the quartiles of the ratios
+within a turn in parentheses.""".splitlines()
+REMARKS_ON_EVIDENCE = """\
+*predicted* is what the costs say of the best split, compared with unsplit; it is taken only where that holds even if
+they are off. *hidden* is the share of communication that ran during computation. *own bound* is the least time that any
+issue order could take for ops that take what they took in that very step, *T* the forward's time.""".splitlines()
 
 
 def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str = DEFAULT_FAMILY) -> list[str]:
@@ -41,22 +40,33 @@ def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str 
         *REMARKS,
         describe_tokens(cells),
         "",
+        *make_table(EVIDENCE, [row for cell in cells if (row := make_evidence(cell))]),
+        "",
+        *REMARKS_ON_EVIDENCE,
+        "",
         *(write_targets(cells, repeat) if family == DEFAULT_FAMILY else ()),
     ]
 
 
 def make_row(cell: Cell) -> list[str]:
-    """Return the cells of a row."""
+    """Return the cells of a row: what was gained."""
+    seconds = (f"{cell.median(mode):.3f}" for mode in SHOWN)
+    return [describe_rate(cell), cell.workload, *seconds, cell.parts, describe_gain(cell, OFF)]
+
+
+def make_evidence(cell: Cell) -> list[str]:
+    """Return the cells of a row: what was predicted, and how well it was overlapped; nothing if none of it is known."""
     shares = (cell.hidden, cell.order_efficiency)
-    return [
-        "no limit" if cell.rate == NO_LIMIT else cell.rate,
-        cell.workload,
-        *(f"{cell.median(mode):.3f}" for mode in SHOWN),
-        cell.parts,
+    figures = [
         "–" if cell.predicted is None else f"{cell.predicted:.2f}x",
-        describe_gain(cell, OFF),
         *("–" if share is None else f"{share:.2f}" for share in shares),
     ]
+    return [describe_rate(cell), cell.workload, *figures] if set(figures) != {"–"} else []
+
+
+def describe_rate(cell: Cell) -> str:
+    """Return the link's rate, as the tables have it."""
+    return "no limit" if cell.rate == NO_LIMIT else cell.rate
 
 
 def describe_tokens(cells: Sequence[Cell]) -> str:

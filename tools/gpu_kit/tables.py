@@ -31,6 +31,9 @@ are no error here. Part `equal` compares answers.
 """
 COMMAND = "bash tools/gpu_kit/run.sh .gpu_kit"
 MISSING = "-"
+SHARE = "communication / computation"
+GAINED = ("ms one after the other", "ms overlapped", "ms predicted", "gain", "gain at the bound")
+GAINED_FROM = ("ms computing", "ms communicating", "us an instruction")
 WAYS = {"unsplit": "unsplit", "split, no overlap": "split in turn", "dual-batch overlap": "overlapped"}
 
 
@@ -102,13 +105,13 @@ def list_smoke(found: Mapping[str, Any]) -> list[str]:
 
 
 def list_core(found: Mapping[str, Any]) -> list[str]:
-    """Return overlap by share, then single figures, then tests."""
+    """Return overlap by share, with what it was made of, then single figures, then tests."""
     measured = get(found, "measured")
     shares = [(name.split()[1], each) for name, each in measured.items() if name.startswith("communication ")]
-    times = ("computing", "communicating", "one after the other", "overlapped", "predicted")
-    keys = (*(f"ms {name}" for name in times), "gain", "gain at the bound")
-    heads = ("communication / computation", *keys, "us an instruction")
-    rows = [(share, *(show(get(each).get(key)) for key in heads[1:])) for share, each in shares]
+    tables = [
+        make_table((SHARE, *keys), [(share, *(show(get(each).get(key)) for key in keys)) for share, each in shares])
+        for keys in (GAINED, GAINED_FROM)
+    ]
     empty, graph = get(measured, "us an instruction of empty ops"), get(measured, "graph")
     single = [
         ("orders equal to the loop, to the bit", show(len(get(measured, "equal to the loop, to the bit")) or None)),
@@ -117,7 +120,7 @@ def list_core(found: Mapping[str, Any]) -> list[str]:
          f"{show(graph.get('ms to issue'))} ms issued"),
     ]  # fmt: skip
     tests = [(f"tests of {name}", describe_tests(get(each))) for name, each in found.items() if name != "measured"]
-    return [make_table(heads, rows), make_table(("what", "found"), [*single, *sorted(tests)])]
+    return [*tables, make_table(("what", "found"), [*single, *sorted(tests)])]
 
 
 def describe_tests(found: Mapping[str, Any]) -> str:
@@ -128,19 +131,20 @@ def describe_tests(found: Mapping[str, Any]) -> str:
 
 def list_equal(found: Mapping[str, Any]) -> list[str]:
     """Return a row for each engine."""
-    heads = ("engine", "backend", "runner", "graphs", "largest difference", "allowed", "split steps", "equal")
+    heads = ("engine", "backend", "runner", "graphs", "difference / allowed", "split steps", "equal")
     return [make_table(heads, [describe_engine(name, get(found, name)) for name in sorted(found)])]
 
 
 def describe_engine(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the row of one engine: the largest difference of a log-probability over all cuts."""
+    """Return the row of one engine; the difference is the largest of a log-probability over all cuts."""
     engine = get(found, "engine")
     compared = [get(each) for key, each in found.items() if key.startswith("split ") and isinstance(each, dict)]
     largest = max((each["largest"] for each in compared), default=None)
     backends = ", ".join(engine.get("backends", ())) or MISSING
-    allowed = found.get("tolerance")
-    cells = (engine.get("runner"), engine.get("graphs"), largest, allowed, found.get("split steps"))
-    return name, backends, *map(show, cells), show(found.get("equal"))
+    runner, graphs, steps, equal = map(
+        show, (engine.get("runner"), engine.get("graphs"), found.get("split steps"), found.get("equal"))
+    )
+    return name, backends, runner, graphs, f"{show(largest)} / {show(found.get('tolerance'))}", steps, equal
 
 
 def list_link(found: Mapping[str, Any]) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.support.page import make_table
 from tests.support.reliability.observation import Outcome
 
-HEADER = ("fault, in a split step", "", "clients see", "processes", "left behind", "starts again", "the log says")
+HEADER = ("fault, in a split step", "", "clients see", "processes", "left behind", "starts again")
+LOG_HEADER = ("fault, in a split step", "", "the log says")
 
 
 @dataclass
@@ -21,24 +22,29 @@ class Row:
 
 
 def make_lines(rows: Sequence[Row]) -> list[str]:
-    """Return a table for each layout."""
+    """Return two tables for each layout: what became of the servers, and what their logs say, if anything."""
     lines: list[str] = []
     for layout in dict.fromkeys(row.layout for row in rows):
-        cells = [cell for row in rows if row.layout == layout for cell in _fill(row)]
+        of_layout = [row for row in rows if row.layout == layout]
+        cells = [cell for row in of_layout for cell in _name(row, _describe_end)]
+        said = [cell for row in of_layout for cell in _name(row, _quote)]
         lines += [f"**{layout}**", "", *make_table(HEADER, cells), ""]
+        lines += [*make_table(LOG_HEADER, said), ""] if said else []
     return lines[:-1]
 
 
-def _fill(row: Row) -> list[list[str]]:
-    cells = []
+def _name(row: Row, describe: Callable[[Outcome], list[str]]) -> list[list[str]]:
+    """Return what is to be said of both sides, without those of which it is nothing; the first names the fault."""
     alone = "unsplit" if row.layout.startswith("DP") else "vLLM alone"
-    for side, name in (("on", "split"), ("off", alone)):
-        outcome = row.outcomes.get(side)
-        if outcome is not None:
-            title = row.fault if not cells else ""
-            said = f"`{outcome.cause}`" if outcome.cause else "nothing"
-            again = outcome.again or "-"
-            cells.append(
-                [title, name, outcome.clients or "nothing", outcome.end, outcome.left or "nothing", again, said]
-            )
-    return cells
+    sides = [(name, describe(row.outcomes[side])) for side, name in (("on", "split"), ("off", alone))
+             if side in row.outcomes]  # fmt: skip
+    told = [(name, cells) for name, cells in sides if cells]
+    return [["" if number else row.fault, name, *cells] for number, (name, cells) in enumerate(told)]
+
+
+def _describe_end(outcome: Outcome) -> list[str]:
+    return [outcome.clients or "nothing", outcome.end, outcome.left or "nothing", outcome.again or "-"]
+
+
+def _quote(outcome: Outcome) -> list[str]:
+    return [f"`{outcome.cause}`"] if outcome.cause else []
