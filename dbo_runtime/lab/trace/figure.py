@@ -1,4 +1,4 @@
-"""Draw timelines as a picture with matplotlib, which the extra `lab` installs."""
+"""Draw timelines as a picture with matplotlib, which the extra `figure` installs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw_figure(timelines: Mapping[str, Timeline], path: str | Path, title: str)
     try:
         canvas = _compose(timelines, title)
     except ImportError as error:
-        raise ConfigError(f"a figure needs matplotlib ({error}): pip install 'dbo-runtime[lab]'") from error
+        raise ConfigError(f"a figure needs matplotlib ({error}): pip install 'dbo-runtime[figure]'") from error
     suffix = Path(path).suffix[1:].lower()
     try:
         canvas.print_figure(str(path), format=suffix if suffix in FORMATS else "png")

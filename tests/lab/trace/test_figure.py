@@ -121,6 +121,6 @@ def test_a_file_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) 
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'dbo-runtime\[lab\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'dbo-runtime\[figure\]'"):
         draw_figure({"one": ONE}, tmp_path / "picture.png", "title")
     assert not (tmp_path / "picture.png").exists()
