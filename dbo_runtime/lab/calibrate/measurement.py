@@ -34,7 +34,7 @@ from dbo_runtime.devices.serial import SerialDevice
 from dbo_runtime.ir.divided_ops import divide_ops
 from dbo_runtime.ir.op import COMM, COMPUTE
 from dbo_runtime.ir.program import Program
-from dbo_runtime.lab.calibrate.divided_costs import list_parts
+from dbo_runtime.lab.calibrate.divided_costs import list_token_wise
 from dbo_runtime.lab.calibrate.samples import Sample, measure_late, read_samples
 from dbo_runtime.lab.calibrate.shapes import Shape, choose_repeats, choose_shapes, expect_round
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
@@ -59,7 +59,7 @@ Progress = Callable[[int, int, str], None]
 class StepSample(NamedTuple):
     """One measured run of the forward."""
 
-    mode: str  # one of `SERVED_MODES`
+    mode: str  # see above; one of `SERVED_MODES` in `Measurements`
     loads: tuple[BatchFeatures, ...]  # one entry per micro-batch; one for an unsplit step
     seconds: float  # seconds of the forward call
     idle: float  # seconds between its first and last op in which no lane ran; 0 for an unsplit step
@@ -178,8 +178,8 @@ class _Harness:
         }
         if overlaps_itself(program):
             self._forwards["serial"] = _copy_forward(served, SerialDevice(device), "sequential", group)
-        self._parts = list_parts(program)
-        if self._parts:
+        self._token_wise = list_token_wise(program)
+        if self._token_wise:
             self._forwards["divided"] = _copy_forward(served, device, "sequential", group, divide_ops(program))
         self._forward = self._forwards["unsplit"]
 
@@ -235,7 +235,7 @@ class _Harness:
         loads = shape.measure_parts(cut)
         step = StepSample(mode, loads, self._seconds, timeline.idle, measure_late(timeline), timeline.measure_issue())
         samples = read_samples(timeline, loads)
-        return _Run(step, [one for one in samples if one.op in self._parts] if mode == "divided" else samples)
+        return _Run(step, [one for one in samples if one.op in self._token_wise] if mode == "divided" else samples)
 
 
 def _fill(received: IntermediateTensors | None) -> None:

@@ -68,7 +68,8 @@ class CostTable:
     Attributes:
         provenance: origin of the costs.
         program: the program that the costs belong to.
-        ops: costs by op name, without the layer; ops with the same name share one cost.
+        ops: costs by op name, without the layer; ops with the same name share one cost. Where calibration measured it,
+            also those of the ops that divided ops are divided into.
         contention: factor by which each lane is slower while another lane runs; 1 for lanes left out, but decisions
             allow for contention there (`predictor.make_worst_cases`). Two computing lanes share more hardware than a
             computing and a communicating one: `compute/side` is the factor of `compute` while `side` runs, if measured

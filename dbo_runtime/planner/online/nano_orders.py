@@ -45,22 +45,24 @@ class NanoOrders:
 
     Args:
         program: ops of one micro-batch, without `side`; see `divide_measured`.
+        preparation: prepares orders of this program.
         rows: functions that join and cut values; None if orders are predicted only, and not run.
 
     Attributes:
         books: prepared orders, by number of nano-batches.
     """
 
-    def __init__(self, program: Program, rows: Rows | None = None) -> None:
+    def __init__(self, program: Program, preparation: Preparation, rows: Rows | None = None) -> None:
         self.books: dict[int, OrderBook] = {}
         self._made: BoundedDict[tuple[int, tuple[str, int]], OrderBook] = BoundedDict(MAX_BOOKS)  # the latest
         self._program = program
+        self._preparation = preparation
         self._rows = rows or NO_ROWS
         self._token_wise = Counter(op.name for op in program.ops if op.token_wise)
         self._joint = Counter(op.name for op in program.ops if not op.token_wise)
         self._names = tuple(dict.fromkeys(op.name for op in program.ops))
 
-    def prepare(self, config: RuntimeConfig, shapes: Sequence[Batch], preparation: Preparation) -> None:
+    def prepare(self, config: RuntimeConfig, shapes: Sequence[Batch]) -> None:
         """Find the orders under these settings, for steps like *shapes*, which are the same each time."""
         counts = self.list_counts(config)
         for count in counts:
@@ -69,8 +71,8 @@ class NanoOrders:
             cuts = [cut_step(measure_batch(batch), count) for batch in shapes]
             samples = [*dict.fromkeys(cut.features for cut in cuts if cut is not None)]
             if samples:
-                order = self._choose_order(count, config, partial(preparation.estimate, samples))
-                book = preparation.make_nano_book(samples, order, self.count_ops(count))
+                order = self._choose_order(count, config, partial(self._preparation.estimate, samples))
+                book = self._preparation.make_nano_book(samples, order, self.count_ops(count))
                 self._made[count, config.policy] = book
         known = {count: self._made.get((count, config.policy)) for count in counts}
         self.books = {count: book for count, book in known.items() if book is not None}

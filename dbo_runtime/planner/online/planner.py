@@ -100,8 +100,7 @@ class Planner:
         self._tables = DurationTables(program, tables)
         self._preparation = Preparation(self._placements.programs, self._tables, max_states, keeps_layers)
         divided = divide_measured(self._placements.programs[0], table)
-        self._divided_preparation = Preparation([divided], DurationTables(divided, tables), max_states)
-        self._nano = NanoOrders(divided, rows)
+        self._nano = NanoOrders(divided, Preparation([divided], DurationTables(divided, tables), max_states), rows)
         self._books: dict[int, OrderBook] = {}  # those of the settings, by number of micro-batches
         self._made: dict[int, OrderBook] = {}  # and those of earlier settings with the same policy and `side`
         self._booked_for: tuple[object, ...] = ()
@@ -147,7 +146,7 @@ class Planner:
         for count, samples in list_samples(self._shapes, missing, self._density).items():
             self._made[count] = self._preparation.make_book(samples, allowed, config)
         self._books = {count: self._made[count] for count in wanted if count in self._made}
-        self._nano.prepare(config, self._shapes, self._divided_preparation)
+        self._nano.prepare(config, self._shapes)
 
     def list_counts(self, config: RuntimeConfig) -> list[int]:
         """Return the numbers of micro-batches to choose from; 1 is among them if ops may be concurrent on `side`."""

@@ -20,7 +20,7 @@ from dbo_runtime.decline import DeclineError
 from dbo_runtime.engine.statistics import Statistics
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.calibrate import calibration, measurement
-from dbo_runtime.lab.calibrate.divided_costs import list_parts
+from dbo_runtime.lab.calibrate.divided_costs import list_token_wise
 from dbo_runtime.lab.calibrate.measurement import Measurements
 from dbo_runtime.lab.calibrate.report import Report
 from dbo_runtime.lab.calibrate.shapes import Shape
@@ -88,9 +88,9 @@ def test_calibration_writes_a_file_with_what_the_rank_plans_by(
     assert table.digest == digest
     assert table.program == describe_program(forward.runtime.program)
     program = forward.runtime.program
-    parts = {"qkv", "attn_out"}
-    assert parts == list_parts(program)
-    assert set(table.errors) == {op.name for op in program.ops} | parts
+    token_wise = {"qkv", "attn_out"}
+    assert token_wise == list_token_wise(program)
+    assert set(table.errors) == {op.name for op in program.ops} | token_wise
     assert set(table.ops) == {*table.errors, "attention_core"}  # which takes what they leave of attention
     assert (table.contention.keys(), table.host.computes) == ({"compute", "comm"}, True)
     assert all(factor >= 1 for factor in table.contention.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbo_runtime.ir.program import Program, ProgramBuilder
-from dbo_runtime.lab.calibrate.divided_costs import add_joint_costs, list_parts
+from dbo_runtime.lab.calibrate.divided_costs import add_joint_costs, list_token_wise
 from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
 from tests.support.planner.shop import do_nothing
@@ -34,7 +34,7 @@ def make_costs(**changes: OpCost) -> dict[str, OpCost]:
 
 
 def test_token_wise_ops_are_measured() -> None:
-    assert list_parts(make_program()) == {"qkv", "out"}
+    assert list_token_wise(make_program()) == {"qkv", "out"}
 
 
 def test_the_joint_op_takes_what_the_others_leave_of_the_whole() -> None:

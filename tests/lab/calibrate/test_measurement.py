@@ -159,14 +159,14 @@ def test_a_stage_is_given_tokens_that_differ_and_the_same_ones_each_time() -> No
 
 def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> None:
     program = one_rank.runner.get_model().forward.runtime.program
-    ops, parts = name_ops(program), name_ops(divide_ops(program))
-    parts -= ops  # with the joint op that attention is divided into
-    del parts["attention_core"]
+    ops = name_ops(program)
+    token_wise = name_ops(divide_ops(program)) - ops
+    del token_wise["attention_core"]  # joint: it takes what the others leave of attention
     found, told = one_rank.llm.collective_rpc(measure_few)[0]
-    assert set(parts) == {"qkv", "attn_out"}
-    assert_complete(found, ops + parts)
+    assert set(token_wise) == {"qkv", "attn_out"}
+    assert_complete(found, ops + token_wise)
     runs = 2 * len(FEW_SHAPES) * MAX_REPEATS  # two ways of each
-    assert len(found.samples) == (ops.total() * 2 + parts.total()) * runs  # micro-batches
+    assert len(found.samples) == (ops.total() * 2 + token_wise.total()) * runs  # micro-batches
     shapes = [(number, len(FEW_SHAPES), str(shape)) for number, shape in enumerate(FEW_SHAPES)]
     assert told == [*shapes, (len(FEW_SHAPES), len(FEW_SHAPES), "done")]
     assert told[0] == (0, len(FEW_SHAPES), "2 x 1 tokens after 16")

@@ -112,7 +112,7 @@ def test_divided_attention_alone_promises_nothing_and_gains_where_it_overlaps(ca
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_attention_whose_parts_have_no_costs_is_planned_whole(case: str) -> None:
+def test_attention_stays_one_op_where_the_ops_that_it_is_divided_into_have_no_costs(case: str) -> None:
     program, _ = divide_attention(case)
     settings = RuntimeConfig(mode="always", split="nano", micro_batches=2)
     planner, expected = Planner(program, get_case(case).table, shapes=[PREFILL]), make_planner(case, PREFILL)

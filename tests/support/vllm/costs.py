@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from dbo_runtime.ir.program import Program
 from dbo_runtime.lab.calibrate import measurement
-from dbo_runtime.lab.calibrate.divided_costs import add_joint_costs, list_parts
+from dbo_runtime.lab.calibrate.divided_costs import add_joint_costs, list_token_wise
 from dbo_runtime.lab.calibrate.measurement import Measurements, measure
 from dbo_runtime.lab.calibrate.shapes import Shape
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
@@ -97,7 +97,9 @@ def make_planner(program: Program, fixed: float = 0.0, split: float = 0.0) -> Pl
         for op in program.ops
     }
     costs["attention"] = ComputeCost(fixed=fixed, per_token=10e-6)
-    costs = add_joint_costs({**costs, **dict.fromkeys(list_parts(program), ComputeCost(per_token=2.5e-6))}, program)
+    costs = add_joint_costs(
+        {**costs, **dict.fromkeys(list_token_wise(program), ComputeCost(per_token=2.5e-6))}, program
+    )
     origin = Provenance("modelled", "a test", "2026-01-31", {}, {}, {}, {})
     errors = dict.fromkeys(costs, 0.0)
     table = CostTable(origin, describe_program(program), costs, {}, HostCost(split=split), errors)

@@ -112,7 +112,7 @@ def test_with_costs_the_planner_chooses_how_many(two_ranks: Engine, count: str, 
     assert [after["nano"] - rank["nano"] for after, rank in zip(two_ranks.statistics(), before, strict=True)] == [1, 1]
     for name, ops in plans:
         assert name.rpartition("-")[2] == str(expected)
-        assert {"qkv", "attention_core", "attn_out"} <= ops  # attention is divided: its parts have costs
+        assert {"qkv", "attention_core", "attn_out"} <= ops  # attention is divided: these ops have costs
         assert "attention" not in ops
     assert_close(get_unsplit(two_ranks, PROMPTS), answers)
 
