@@ -55,6 +55,11 @@ STEP_REMEDIES = (
         "report it; DBO_CHECK=1 names the cuts: docs/vllm.md#checking-a-deployment-dbo_check1",
     ),
     Remedy(
+        ("vLLM's own step of one token is wrong",),
+        "a step that would be compared has one token on a rank; with sequence-parallel MoE vLLM 0.30 answers it wrong",
+        "a vLLM with the fix of vLLM issue #50154; steps that are not compared are split, and answered right",
+    ),
+    Remedy(
         ("full-graph step", "padded batch", "padded to the size of a graph on all data parallel ranks"),
         "vLLM replays a captured graph of the step, mostly a decode",
         "nothing; splitting would lose what the graph gains",

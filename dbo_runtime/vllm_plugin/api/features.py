@@ -26,6 +26,18 @@ def may_diverge(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.model_config.dtype != torch.float32)
 
 
+def mistakes_one_token(vllm_config: VllmConfig, model: torch.nn.Module) -> bool:
+    """Return whether the model's own forward is wrong for steps of one token.
+
+    With sequence-parallel MoE, vLLM 0.30's DeepSeek layers tell by the number of rows whether these are spread over
+    ranks. Of one token, each rank has one row either way (vLLM issue #50154; PR #50691 tells layers instead).
+    """
+    if not vllm_config.parallel_config.use_sequence_parallel_moe:
+        return False
+    codes = [kind.forward.__code__ for kind in {type(layer) for layer in model.modules()}]
+    return any("input_is_sequence_parallel" in code.co_varnames[code.co_argcount :] for code in codes)
+
+
 def scatters_residuals(vllm_config: VllmConfig) -> bool:
     """Return whether pipeline stages send residuals whose rows are spread over ranks.
 

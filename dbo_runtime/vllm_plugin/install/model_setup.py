@@ -13,7 +13,7 @@ from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.observe.counts import get_folder
 from dbo_runtime.observe.declines import warn_declined
-from dbo_runtime.vllm_plugin.api.features import may_diverge
+from dbo_runtime.vllm_plugin.api.features import may_diverge, mistakes_one_token
 from dbo_runtime.vllm_plugin.api.groups import dispatches_chunks
 from dbo_runtime.vllm_plugin.api.kv_agent import read_transfer_config
 from dbo_runtime.vllm_plugin.api.kv_connectors import has_layer_hooks
@@ -225,7 +225,13 @@ def _make_forward(
         decider,
         StepRunner(runtime, ends, rank.platform, lora),
         StepObserver(runtime, agreement, Recording(_open_traces(rank, runtime.device), metrics), metrics),
-        StepComparison(agreement, decider, ends.may_repeat and may_diverge(rank.vllm_config), lora),
+        StepComparison(
+            agreement,
+            decider,
+            ends.may_repeat and may_diverge(rank.vllm_config),
+            lora,
+            mistakes_one_token(rank.vllm_config, model),
+        ),
     )
     forward.phase = Phase.STARTING
     return forward

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from dbo_runtime.vllm_plugin.step.decision import StepDecider
     from dbo_runtime.vllm_plugin.step.repetition import Repetition
 
+INCOMPARABLE = Decline(
+    "vLLM's own step of one token is wrong",
+    "sequence-parallel MoE, vLLM issue #50154: there is nothing to compare with",
+)
+
 
 class StepComparison:
     """Compares split steps with the same steps, run again. All ranks find a difference if any of them finds one.
@@ -35,19 +40,27 @@ class StepComparison:
         may_diverge: whether rounding alone may change a step's choice of experts or keys (see `api.features`). A step
             that differs is then also compared with its micro-batches, run one after another.
         lora: adapters of each token; None without LoRA.
+        mistakes_one_token: whether unsplit steps of one token are wrong (see `api.features`). Such steps cannot be
+            compared, so those that would be are not split.
     """
 
     def __init__(
-        self, agreement: Agreement, decider: StepDecider, may_diverge: bool = False, lora: LoraMapping | None = None
+        self,
+        agreement: Agreement,
+        decider: StepDecider,
+        may_diverge: bool = False,
+        lora: LoraMapping | None = None,
+        mistakes_one_token: bool = False,
     ) -> None:
         self._agreement = agreement
         self._decider = decider
         self._may_diverge = may_diverge
         self._lora = lora
+        self._mistakes_one_token = mistakes_one_token
 
     def copy_for(self, decider: StepDecider) -> StepComparison:
         """Return a comparison for the steps of another decider."""
-        return StepComparison(self._agreement, decider, self._may_diverge, self._lora)
+        return StepComparison(self._agreement, decider, self._may_diverge, self._lora, self._mistakes_one_token)
 
     def check(self, decision: StepDecision, is_checked: bool) -> tuple[StepDecision, bool]:
         """Return the decision, and whether its step is to be compared. Collective if it is.
@@ -64,6 +77,8 @@ class StepComparison:
             self._agreement.compare(decision.fingerprint or str(decision.plan))
         if isinstance(decision.plan, Decline) or not (is_checked or first_steps is not None):
             return decision, False
+        if self._mistakes_one_token and _has_one_token(get_forward_context()):
+            return decline(INCOMPARABLE), False
         slices = decision.plan.slices
         problem = find_problem(get_forward_context(), decision.contexts[: len(slices)], slices)
         problem = self._agreement.find_first(problem)
@@ -118,6 +133,12 @@ class StepComparison:
             )
             unsplit = repetition.run_unsplit()
         return difference, unsplit
+
+
+def _has_one_token(context: ForwardContext) -> bool:
+    """Return whether any data parallel rank has a step of one token."""
+    sizes = context.dp_metadata
+    return sizes is not None and int(sizes.num_tokens_across_dp_cpu.min()) == 1
 
 
 def _make_own_context(

@@ -24,6 +24,7 @@ def assemble(
     metrics: Any = None,
     may_diverge: bool = False,
     lora: Any = None,
+    mistakes_one_token: bool = False,
 ) -> SplitForward:
     """Return the split forward of *model*."""
     runtime = decider.runtime
@@ -33,5 +34,5 @@ def assemble(
         decider,
         StepRunner(runtime, ends, decider.platform, lora),
         StepObserver(runtime, agreement, recording, metrics),
-        StepComparison(agreement, decider, may_diverge and ends.may_repeat, lora),
+        StepComparison(agreement, decider, may_diverge and ends.may_repeat, lora, mistakes_one_token),
     )

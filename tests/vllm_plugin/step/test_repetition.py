@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.forward_context import DPMetadata, override_forward_context
 from vllm.sequence import IntermediateTensors
 
 from dbo_runtime.batch import BatchSlice
 from dbo_runtime.errors import SplitError
+from dbo_runtime.vllm_plugin.api.features import mistakes_one_token
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 from dbo_runtime.vllm_plugin.step import comparison
 from dbo_runtime.vllm_plugin.step import forward as forward_module
 from dbo_runtime.vllm_plugin.step.arguments import StepArguments, join_results
 from dbo_runtime.vllm_plugin.step.first_steps import FirstSteps
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
-from tests.support.vllm.forwards import EXPECTED, Lines, Model, Splitter, make_forward, run
+from tests.support.vllm.forwards import (
+    EXPECTED,
+    IDS,
+    POSITIONS,
+    Lines,
+    Model,
+    Splitter,
+    make_context,
+    make_forward,
+    run,
+)
 
 TOKENS = 8
 PIECE = BatchSlice(0, 1, 2, 5)
@@ -224,3 +237,43 @@ def test_results_of_pieces_are_joined_in_each_form_that_forwards_return() -> Non
     handed = join_results([IntermediateTensors({"residual": part}) for part in (first, second)])
     assert isinstance(handed, IntermediateTensors)
     assert torch.equal(handed["residual"], joined)
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["checked", "first steps"])
+@pytest.mark.parametrize(("other", "is_split"), [(1, False), (2, True)])
+def test_what_the_model_itself_mistakes_is_not_compared_and_not_split(
+    is_first: bool, other: int, is_split: bool
+) -> None:
+    model = Model()
+    forward = make_compared(model, is_first, mistakes_one_token=True)
+    context = make_context()
+    context.dp_metadata = DPMetadata(torch.tensor([TOKENS, other]))
+    with override_forward_context(context):
+        assert torch.equal(forward(input_ids=IDS, positions=POSITIONS), EXPECTED)
+    counts = forward.runtime.statistics
+    assert counts.split == is_split
+    assert (comparison.INCOMPARABLE.reason in counts.declined) != is_split
+    assert len(model.unsplit) == 1
+
+
+class Telling(torch.nn.Module):
+    """A layer that finds out by itself how its rows are laid out."""
+
+    def forward(self, x: torch.Tensor, full: int) -> torch.Tensor:
+        input_is_sequence_parallel = x.shape[0] != full
+        return x if input_is_sequence_parallel else -x
+
+
+class Told(torch.nn.Module):
+    """A layer that is told."""
+
+    def forward(self, x: torch.Tensor, input_is_sequence_parallel: bool) -> torch.Tensor:
+        return x if input_is_sequence_parallel else -x
+
+
+@pytest.mark.parametrize(
+    ("layer", "spreads", "expected"), [(Telling, True, True), (Telling, False, False), (Told, True, False)]
+)
+def test_layers_that_guess_their_layout_mistake_one_token(layer: type, spreads: bool, expected: bool) -> None:
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(use_sequence_parallel_moe=spreads))
+    assert mistakes_one_token(config, torch.nn.Sequential(torch.nn.Linear(1, 1), layer())) is expected
