@@ -105,6 +105,8 @@ def _ask(recipe: Recipe, probe: Callable[[Sequence[str], Mapping[str, str]], Map
         facts = probe(*make_command(recipe, Path(folder), RELEASE))
     if "error" in facts:
         return Answer(recipe, (f"{NOT_ACCEPTED} ({facts['error']})",))
+    if facts["unknown_arguments"]:
+        return Answer(recipe, (f"{NOT_ACCEPTED} ({', '.join(name for name, _ in facts['unknown_arguments'])})",))
     overlaps = list_overlaps(facts["parallel"])
     reasons = facts["declines"] or ([] if overlaps else [NOTHING_TO_HIDE])
     if reasons:

@@ -17,6 +17,9 @@ from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+GATHERING = "allgather_reducescatter"
+"""vLLM's all-to-all backend whose dispatch and combine are known to be ops of their own."""
+
 
 def predict_transport(vllm_config: VllmConfig) -> str | None:
     """Return how the ranks will communicate in a step; see `Platform.get_transport`. None if it is not known yet."""
@@ -35,6 +38,20 @@ def predict_decline(vllm_config: VllmConfig, config: RuntimeConfig) -> Decline |
     has_costs = config.calibrate or (bool(config.costs) and check_costs(vllm_config, config) is None)
     # With `auto`, costs decide later whether the second compute lane is used.
     return check_transport(transport, config.mode, has_costs, can_use_side=opens_lane)
+
+
+def find_unknown_experts(vllm_config: VllmConfig) -> str | None:
+    """Return what of an MoE layer decides only when it is loaded whether it can be decomposed; None if nothing does.
+
+    vLLM chooses the kernels of experts then, by backend, weights and device. vllm-ascend's are known before.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    dispatches = model.is_moe and parallel.data_parallel_size > 1 and parallel.enable_expert_parallel
+    if not dispatches or get_platform().name == "npu":
+        return None
+    if parallel.all2all_backend != GATHERING:
+        return f"--all2all-backend {parallel.all2all_backend}"
+    return None if model.quantization is None else f"{model.quantization} weights"
 
 
 def check_costs(vllm_config: VllmConfig, config: RuntimeConfig) -> str | None:

@@ -61,35 +61,46 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     from dbo_runtime.config import read_environment
     from dbo_runtime.lab.doctor.expectation import (
         check_costs,
+        find_unknown_experts,
         list_outlooks,
         predict_decline,
         predict_transport,
     )
-    from dbo_runtime.lab.start.arguments import make_config
+    from dbo_runtime.lab.start.arguments import make_known_config
+    from dbo_runtime.lab.start.released_options import find_releases
+    from dbo_runtime.vllm_plugin.api.features import takes_host_lengths
     from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
+    from dbo_runtime.vllm_plugin.api.versions import get_version
     from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter, find_decline, list_declines
     from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
-    vllm_config, config = make_config(arguments), read_environment(os.environ)
+    vllm_config, unknown = make_known_config(arguments)
+    config = read_environment(os.environ)
     found = list(list_declines(vllm_config, config, choose_adapter(vllm_config)))
     # A model that is declined anyway is told all reasons; otherwise those against micro-batches leave nano-batches.
     declines = [] if find_decline(found, config) is None else found
     hides_nothing = None if declines else predict_decline(vllm_config, config)
     has_file = bool(config.costs) and not config.calibrate
     misfit = check_costs(vllm_config, config) if has_file else None
+    platform = get_platform()
     is_planned = has_file and misfit is None and not declines and hides_nothing is None
     return {
+        "vllm": get_version(),
+        "unknown_arguments": [(name, find_releases(name)) for name in unknown],
         "architecture": vllm_config.model_config.architecture,
         "platform": get_device_type(),
         "parallel": list_parallel_sizes(vllm_config),
         "declines": [str(decline) for decline in declines],
-        "compared": [] if declines or config.check else list(get_platform().list_compared(vllm_config)),
+        "compared": [] if declines or config.check else list(platform.list_compared(vllm_config)),
         "no_micro_batches": [] if declines else [str(decline) for decline in found],
         "transport": predict_transport(vllm_config),
         "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,
         "outlooks": list_outlooks(vllm_config, config) if is_planned else [],
-        "notes": list(get_platform().describe(vllm_config)),
+        "unknown_experts": None if declines else find_unknown_experts(vllm_config),
+        "hazards": list(platform.list_hazards(vllm_config)),
+        "takes_host_lengths": takes_host_lengths(vllm_config) and platform.get_encoder_attention() is not None,
+        "notes": list(platform.describe(vllm_config)),
     }
 
 

@@ -14,9 +14,19 @@ from dbo_runtime.lab.doctor.remedies import find_remedies
 from dbo_runtime.outside_files import check_model
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+_PYTHON = re.compile(r"(^|/)python[\d.]*$")
+_SERVER = "vllm.entrypoints.openai.api_server"
 _UNKNOWN = "if the launcher puts all ranks on one host, `auto` splits nothing"
 COMPARED = "is not proven yet: compares its first steps of each kind with unsplit ones; a difference ends splitting"
 NANO_ONLY = "steps are cut into nano-batches only, and the first of each kind are compared"
+_AT_LOAD = "whether steps can be split is known when vLLM has chosen the kernels of the experts"
+HOST_LENGTHS = (
+    "the encoder of images and videos takes its sequence lengths from the host, in unsplit steps as well: "
+    "it waits for the device no more"
+)
+IGNORED_SWITCH = Finding(
+    "command", "warn", "vllm-ascend ignores --enable-dbo: steps are split by this package alone", "leave it out"
+)
 USAGE = "dbo doctor -- [NAME=VALUE ...] vllm serve MODEL [OPTIONS]"
 
 
@@ -33,16 +43,30 @@ class ServeCommand(NamedTuple):
 
 
 def read_command(words: Sequence[str]) -> ServeCommand:
-    """Return the pasted command, parsed.
+    """Return the pasted command, parsed: `vllm serve`, or the same server started as a module of Python.
 
     Raises:
-        ConfigError: it is not a `vllm serve` command.
+        ConfigError: it is neither.
     """
     count = next((number for number, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
     variables = {name: value for name, _, value in (word.partition("=") for word in words[:count])}
-    if tuple(words[count : count + 2]) != ("vllm", "serve"):
-        raise ConfigError(f"{shlex.join(words)!r} is not a `vllm serve` command: {USAGE}")
-    return ServeCommand(variables, tuple(words[count + 2 :]))
+    program, arguments = words[count:], words[count + 2 :]
+    if tuple(program[:2]) == ("vllm", "serve"):
+        return ServeCommand(variables, tuple(arguments))
+    if _PYTHON.search("".join(program[:1])) and tuple(program[1:3]) == ("-m", _SERVER):
+        return ServeCommand(variables, _put_model_first(program[3:]))
+    raise ConfigError(f"{shlex.join(words)!r} is not a `vllm serve` command: {USAGE}")
+
+
+def _put_model_first(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the server's arguments as `vllm serve` takes them: the model comes first, without `--model`."""
+    words = list(arguments)
+    for number, word in enumerate(words):
+        option, sign, value = word.partition("=")
+        if option == "--model" and (sign or number + 1 < len(words)):
+            model = value if sign else words[number + 1]
+            return (model, *words[:number], *words[number + (1 if sign else 2) :])
+    return tuple(words)
 
 
 def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> list[Finding]:
@@ -62,6 +86,7 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
         remedy = "correct the command, or name a folder with the model's config.json instead of the model"
         return [Finding("command", "fail", f"vLLM does not accept it: {facts['error']}", remedy)]
     return [
+        *(_describe_unknown(name, releases, facts["vllm"]) for name, releases in facts["unknown_arguments"]),
         _describe_layout(facts),
         *(Finding("command", "fail", found, _advise(found)) for found in facts["declines"]),
         *(Finding("command", "info", f"{NANO_ONLY}: {reason}") for reason in facts["no_micro_batches"]),
@@ -72,6 +97,9 @@ def check_serve_command(command: ServeCommand, environ: Mapping[str, str]) -> li
             else []
         ),
         *(Finding("command", "info" if splits else "warn", text) for splits, text in facts["outlooks"]),
+        *(Finding("command", "warn", hazard, remedy) for hazard, remedy in facts["hazards"]),
+        *([Finding("command", "info", HOST_LENGTHS)] if facts["takes_host_lengths"] else []),
+        *([IGNORED_SWITCH] if facts["platform"] == "npu" and "--enable-dbo" in command.arguments else []),
         *(Finding("command", "info", note) for note in facts["notes"]),
     ]
 
@@ -82,6 +110,12 @@ def list_overlaps(sizes: Mapping[str, int]) -> list[str]:
         *(["all-reduces"] if sizes["tensor"] > 1 else []),
         *(["dispatch and combine of experts"] if sizes["data"] > 1 and sizes["expert"] > 1 else []),
     ]
+
+
+def _describe_unknown(name: str, releases: Sequence[str], version: str) -> Finding:
+    known = f"; known to vLLM {', '.join(releases)}" if releases else ""
+    found = f"vLLM {version} does not know {name}, and does not start with it{known}. The rest is checked without it"
+    return Finding("command", "fail", found, "leave it out, or serve with a release that knows it")
 
 
 def _advise(decline: str) -> str:
@@ -100,5 +134,8 @@ def _describe_layout(facts: Mapping[str, Any]) -> Finding:
     overlaps = list_overlaps(sizes)
     if not overlaps:
         return Finding("command", "warn", f"{found}: steps may be split, but there is no communication to hide")
+    if facts["unknown_experts"]:
+        text = f"{found}: {_AT_LOAD} ({facts['unknown_experts']})"
+        return Finding("command", "warn", text, "read the log at the start: it says `active`, or what cannot be split")
     where = f"; {_UNKNOWN}" if facts["transport"] is None else ""
     return Finding("command", "ok", f"{found}: {' and '.join(overlaps)} would overlap with computation{where}")

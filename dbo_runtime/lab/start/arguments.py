@@ -9,17 +9,34 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.start.start_failure import list_problems
+from dbo_runtime.lab.start.unknown_arguments import UnknownArgumentsError, check_printed, check_raised
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 
+def make_known_config(arguments: Sequence[str]) -> tuple[VllmConfig, list[str]]:
+    """Return the configuration of the *arguments* that vLLM knows, and the names of those that it does not.
+
+    Raises:
+        ConfigError: vLLM does not accept an argument that it knows.
+    """
+    unknown: list[str] = []
+    while True:
+        try:
+            return make_config(arguments), unknown
+        except UnknownArgumentsError as error:
+            unknown += error.names
+            arguments = error.without
+
+
 def make_config(arguments: Sequence[str]) -> VllmConfig:
     """Return the configuration that `vllm serve` makes from *arguments*. Only needs the model's config.json.
 
     Raises:
-        ConfigError: vLLM does not accept the arguments.
+        UnknownArgumentsError: vLLM does not know some of the arguments.
+        ConfigError: vLLM does not accept an argument.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -28,7 +45,7 @@ def make_config(arguments: Sequence[str]) -> VllmConfig:
 
     parser = FlexibleArgumentParser(prog="vllm")
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    with _report_errors():
+    with _report_errors(arguments):
         parsed = parser.parse_args(["serve", *arguments])
         if parsed.model_tag is not None:  # same as in the command itself
             parsed.model = parsed.model_tag
@@ -45,18 +62,21 @@ def parse_engine_arguments(program: str, model: str, words: Sequence[str]) -> En
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=program))
-    with _report_errors():
+    with _report_errors(words):
         return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *words]))
 
 
 @contextmanager
-def _report_errors() -> Iterator[None]:
-    """Turn what vLLM raises or prints about arguments that it does not accept into a ConfigError."""
+def _report_errors(arguments: Sequence[str]) -> Iterator[None]:
+    """Turn what vLLM raises or prints about *arguments* that it does not accept into a ConfigError."""
     printed = StringIO()
     try:
         with redirect_stderr(printed):
             yield
     except SystemExit:  # argparse has printed the reason
-        raise ConfigError(printed.getvalue().strip().rpartition("error: ")[2]) from None
+        reason = printed.getvalue().strip().rpartition("error: ")[2]
+        check_printed(reason, arguments)
+        raise ConfigError(reason) from None
     except (ValueError, OSError, NotImplementedError) as error:
+        check_raised(error, arguments)
         raise ConfigError(list_problems(error)) from None

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 from dbo_runtime.outside_files import suggest_folder
 
@@ -66,10 +69,19 @@ def find_cause(log: str) -> str:
         if match is None or _ELSEWHERE.search(line):
             continue
         text = match["text"] or match["type"]
-        if re.search(r"validation errors? for \w+$", text):  # pydantic's; what is wrong is indented
-            text = next((each["text"] for each in map(_DETAIL.match, lines[number + 1 :]) if each), text)
+        if re.search(r"validation errors? for \w+$", text):  # pydantic's, with what is wrong below
+            text = _find_detail(lines[number + 1 :]) or text
         found = text
     return found
+
+
+def _find_detail(lines: Sequence[str]) -> str:
+    """Return what is wrong: the first indented line, after the name of the field that is on the line before, if any."""
+    for before, line in pairwise(("", *lines)):
+        match = _DETAIL.match(line)
+        if match:
+            return f"{before}: {match['text']}" if re.fullmatch(r"[\w.]+", before) else match["text"]
+    return ""
 
 
 def _shorten(text: str) -> str:
@@ -93,4 +105,9 @@ def find_remedy(model: str, cause: str) -> str:
 def list_problems(error: BaseException) -> str:
     """Return the text of an error; of pydantic's, what each field has to say."""
     problems = error.errors() if hasattr(error, "errors") else ()
-    return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in problems) or str(error)
+    return "; ".join(map(_describe_problem, problems)) or str(error)
+
+
+def _describe_problem(problem: Mapping[str, Any]) -> str:
+    name, text = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+    return f"{name}: {text}" if name else text

@@ -38,6 +38,17 @@ def mistakes_one_token(vllm_config: VllmConfig, model: torch.nn.Module) -> bool:
     return any("input_is_sequence_parallel" in code.co_varnames[code.co_argcount :] for code in codes)
 
 
+def takes_host_lengths(vllm_config: VllmConfig) -> bool:
+    """Return whether a model has an encoder whose attention can take its lengths from the host.
+
+    Compiled or captured encoders are excluded, because the lengths are integers, and those of the first images would
+    stay.
+    """
+    compilation = vllm_config.compilation_config
+    is_traced = compilation.compile_mm_encoder or compilation.cudagraph_mm_encoder
+    return vllm_config.model_config.multimodal_config is not None and not is_traced
+
+
 def scatters_residuals(vllm_config: VllmConfig) -> bool:
     """Return whether pipeline stages send residuals whose rows are spread over ranks.
 

@@ -38,6 +38,8 @@ class Announcement:
         if self.no_micro is not None:
             log.info("steps are cut into nano-batches only", reason=str(self.no_micro))
         log.info("dual-batch overlap is active", **self._list_facts())
+        for hazard, remedy in rank.platform.list_hazards(rank.vllm_config):
+            log.warning(hazard, advice=remedy)
         if rank.platform.notice and not rank.config.check:
             log.warning(rank.platform.notice, advice="compare steps once, with DBO_CHECK=1")
 

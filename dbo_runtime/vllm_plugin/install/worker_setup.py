@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.observe.logs import open_log
+from dbo_runtime.vllm_plugin.api.features import takes_host_lengths
 from dbo_runtime.vllm_plugin.api.groups import get_groups
 from dbo_runtime.vllm_plugin.api.profiler import profile_all_threads
 from dbo_runtime.vllm_plugin.encoder.host_lengths import install_host_lengths
@@ -52,15 +53,8 @@ def _patch_cpu_build(vllm_config: VllmConfig, platform: Platform, quiet: bool) -
 
 
 def _install_host_lengths(vllm_config: VllmConfig, platform: Platform, config: RuntimeConfig) -> None:
-    """Make encoders' attention take its lengths from the host, where that has been compared with vLLM's own.
-
-    Compiled or captured encoders are excluded, because the lengths are integers, and those of the first images would
-    stay.
-    """
-    if vllm_config.model_config.multimodal_config is None or platform.check_support(config) is not None:
-        return
-    compilation = vllm_config.compilation_config
-    if not (compilation.compile_mm_encoder or compilation.cudagraph_mm_encoder):
+    """Make encoders' attention take its lengths from the host, where that has been compared with vLLM's own."""
+    if takes_host_lengths(vllm_config) and platform.check_support(config) is None:
         install_host_lengths(bool(config.check))
 
 

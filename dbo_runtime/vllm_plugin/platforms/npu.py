@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
@@ -107,6 +108,12 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unsupported
 
         return list_unsupported(vllm_config)
+
+    def list_hazards(self, vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
+        """Yield that collectives may wait for cores that MC2's kernels hold."""
+        from dbo_runtime.vllm_plugin.platforms.npu_features import list_hazards
+
+        return list_hazards(vllm_config, os.environ)
 
     def drafts_in_pipeline(self, vllm_config: VllmConfig) -> bool:
         """Return whether this is a prefill node. On others, vllm-ascend's own patch of the scheduler fails."""

@@ -5,7 +5,7 @@ Read against vllm-ascend 0.30.0rc2 and 0.23.0.post1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
@@ -25,6 +25,7 @@ DEEPSTACK_MODELS = ("Qwen3VLMoeForConditionalGeneration",)
 SCHEMES = (".weight", ".quant_type")  # suffixes of the description's keys that hold a layer's scheme
 INT8_SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")  # of INT8_METHODS; a whole model's name may be the first
 EXPERT_SCHEMES = (*INT8_SCHEMES, "W8A8_MXFP8", "W4A8_MXFP", "W4A4_MXFP4")  # the others are of MX_METHODS
+EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
 FLASH_BALANCING = 3  # number of a load balancing policy
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
@@ -40,6 +41,18 @@ def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[str]:
     drafter = name_drafter(vllm_config)
     if drafter is not None and drafter not in proven.drafters:
         yield f"drafter {drafter}"
+
+
+def list_hazards(vllm_config: VllmConfig, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield why split steps may wait for each other forever, with the remedy.
+
+    MC2's kernels hold cores until other ranks arrive. A collective of the other micro-batch needs cores, too, where
+    HCCL runs it on those (AIV). No NPU has shown that they do, or do not.
+    """
+    may_take_mc2 = vllm_config.model_config.is_moe and vllm_config.parallel_config.enable_expert_parallel
+    if may_take_mc2 and environ.get(EXPANSION_MODE) == "AIV":
+        what = f"{EXPANSION_MODE}=AIV with MC2: a collective may wait for cores that MC2's kernels hold, a deadlock"
+        yield what, f"unset {EXPANSION_MODE}, at least until split steps have run on this kind of machine"
 
 
 def find_quantizations(vllm_config: VllmConfig) -> set[str]:

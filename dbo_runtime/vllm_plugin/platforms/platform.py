@@ -151,6 +151,10 @@ class Platform:
         """Yield notes on this platform's defaults that a user of split steps should know before a start."""
         return iter(())
 
+    def list_hazards(self, vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
+        """Yield what may go wrong with split steps in this environment, each with its remedy."""
+        return iter(())
+
     def drafts_in_pipeline(self, vllm_config: VllmConfig) -> bool:
         """Return whether a pipeline's last stage drafts on this platform, and split steps that do were compared."""
         return False

@@ -11,6 +11,7 @@ import pytest
 from dbo_runtime.lab.doctor import serve_command
 from dbo_runtime.lab.doctor.remedies import REMEDIES, find_remedies, is_one_of
 from dbo_runtime.lab.doctor.serve_command import ServeCommand, check_serve_command
+from tests.support.serve_facts import FACTS
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted(
@@ -106,18 +107,8 @@ def test_a_reason_is_found_with_its_detail_and_another_is_not() -> None:
 
 
 def test_the_doctor_says_what_to_do_about_what_prevents_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {
-        "architecture": "A",
-        "platform": "cpu",
-        "parallel": {"tensor": 2},
-        "notes": [],
-        "compared": [],
-        "no_micro_batches": [],
-        "misfit": None,
-        "outlooks": [],
-    }
     declines = ["vllm-ascend is not installed", "something new"]
-    monkeypatch.setattr(serve_command, "run_probe", lambda *_: {**facts, "declines": declines})
+    monkeypatch.setattr(serve_command, "run_probe", lambda *_: {**FACTS, "declines": declines})
     _, known, unknown = check_serve_command(ServeCommand({}, ("DIR",)), {})
     assert known.remedy == "install vllm-ascend 0.30.0rc2: docs/quickstart-ascend.md"
     assert unknown.remedy == ""

@@ -11,6 +11,7 @@ from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.doctor import serve_command
 from dbo_runtime.lab.doctor.finding import Finding
 from dbo_runtime.lab.doctor.serve_command import ServeCommand, check_serve_command, read_command
+from tests.support.serve_facts import FACTS
 from tests.support.surroundings import Surroundings
 
 NOTHING = "no communication to hide (why)"
@@ -23,7 +24,26 @@ def test_variables_before_the_command_are_those_of_its_server() -> None:
     assert read_command(words) == expected
 
 
-@pytest.mark.parametrize("words", [["vllm", "bench"], ["serve", "model"], ["A=1"], ["A=1", "vllm"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("vllm serve", "model --seed 1"),
+        ("python -m vllm.entrypoints.openai.api_server", "--seed 1 --model model"),
+        ("/usr/bin/python3.11 -m vllm.entrypoints.openai.api_server", "--model=model --seed 1"),
+    ],
+)
+def test_a_server_is_started_by_either_program(program: str, options: str) -> None:
+    assert read_command(["A=1", *program.split(), *options.split()]) == ({"A": "1"}, ("model", "--seed", "1"))
+
+
+def test_a_server_without_a_model_keeps_its_arguments() -> None:
+    words = ["python3", "-m", "vllm.entrypoints.openai.api_server", "--seed", "1", "--model"]
+    assert read_command(words).arguments == ("--seed", "1", "--model")
+
+
+@pytest.mark.parametrize(
+    "words", [["vllm", "bench"], ["serve", "model"], ["A=1"], ["A=1", "vllm"], ["python", "-m", "vllm"]], ids=" ".join
+)
 def test_another_command_is_refused_with_how_to_give_one(words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"is not a `vllm serve` command: dbo doctor -- \[NAME=VALUE"):
         read_command(words)
@@ -128,20 +148,57 @@ def test_what_a_platforms_defaults_mean_is_told_at_last(monkeypatch: pytest.Monk
     assert (last.state, last.found) == ("info", "graphs: ...")
 
 
-def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+def check(facts: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *options: str) -> list[Finding]:
     """Return the findings where the process that imports vLLM reports these facts."""
-    usual = {
-        "transport": "device",
-        "hides_nothing": None,
-        "misfit": None,
-        "outlooks": [],
-        "notes": [],
-        "compared": [],
-        "no_micro_batches": [],
-    }
-    answer = {"architecture": "SomeForCausalLM", "platform": "npu", **usual, **facts}
-    monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: answer)
-    return check_serve_command(ServeCommand({}, ("model",)), {})
+    monkeypatch.setattr(serve_command, "run_probe", lambda subject, environ, *arguments: {**FACTS, **facts})
+    return check_serve_command(ServeCommand({}, ("model", *options)), {})
+
+
+def test_what_vllm_does_not_know_is_named_and_the_rest_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = [("--max-long-partial-prefills", ("0.23.0",)), ("pass_config.new", ())]
+    first, second, layout = check(
+        {"parallel": {**ALONE, "tensor": 8}, "declines": [], "unknown_arguments": unknown}, monkeypatch
+    )
+    assert first.found == (
+        "vLLM 0.30.0 does not know --max-long-partial-prefills, and does not start with it; known to vLLM 0.23.0. "
+        "The rest is checked without it"
+    )
+    assert "known to" not in second.found
+    assert [each.state for each in (first, second, layout)] == ["fail", "fail", "ok"]
+
+
+def test_experts_whose_kernels_are_not_known_get_no_all_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {**ALONE, "data": 2, "expert": 2}
+    (finding,) = check({"parallel": sizes, "declines": [], "unknown_experts": "fp8 weights"}, monkeypatch)
+    assert finding.state == "warn"
+    assert "would overlap" not in finding.found
+    assert "is known when vLLM has chosen the kernels of the experts (fp8 weights)" in finding.found
+
+
+def test_hazards_are_warnings_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, last = check(
+        {"parallel": {**ALONE, "tensor": 2}, "declines": [], "hazards": [["a deadlock", "unset it"]]}, monkeypatch
+    )
+    assert last == Finding("command", "warn", "a deadlock", "unset it")
+
+
+def test_an_encoder_that_is_served_with_host_lengths_is_named_even_if_no_step_is_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout, note = check(
+        {"parallel": ALONE, "declines": [], "hides_nothing": NOTHING, "takes_host_lengths": True}, monkeypatch
+    )
+    assert (layout.state, note.state) == ("fail", "info")
+    assert "takes its sequence lengths from the host" in note.found
+
+
+@pytest.mark.parametrize(("platform", "is_told"), [("npu", True), ("cuda", False)])
+def test_a_switch_that_vllm_ascend_drops_is_named(
+    platform: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"platform": platform, "parallel": {**ALONE, "tensor": 2}, "declines": []}
+    found = check(facts, monkeypatch, "--enable-dbo")
+    assert any("ignores --enable-dbo" in finding.found for finding in found) is is_told
 
 
 def test_options_need_a_model(core: Surroundings) -> None:

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from dbo_runtime.vllm_plugin.platforms.npu_features import _list_unsupported
+from dbo_runtime.vllm_plugin.platforms.npu_features import _list_unsupported, list_hazards
 
 OPTIONS = MagicMock()  # of vllm-ascend
 OPTIONS.configure_mock(
@@ -40,6 +40,25 @@ def test_flashcomm_is_split_but_where_it_was_not_compared(stages: int, model: st
     found = {decline.reason for decline in _list_unsupported(make_config(**chosen), OPTIONS)}
     without = make_config(**{**chosen, "parallel_config.use_sequence_parallel_moe": False})
     assert found - {decline.reason for decline in _list_unsupported(without, OPTIONS)} == set(reasons)
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_moe", "spreads_experts", "is_told"),
+    [
+        ({"HCCL_OP_EXPANSION_MODE": "AIV"}, True, True, True),
+        ({"HCCL_OP_EXPANSION_MODE": "AI_CPU"}, True, True, False),
+        ({}, True, True, False),
+        ({"HCCL_OP_EXPANSION_MODE": "AIV"}, False, True, False),
+        ({"HCCL_OP_EXPANSION_MODE": "AIV"}, True, False, False),
+    ],
+)
+def test_collectives_that_may_wait_for_mc2_are_told_with_the_remedy(
+    environ: dict[str, str], is_moe: bool, spreads_experts: bool, is_told: bool
+) -> None:
+    config = make_config(**{"model_config.is_moe": is_moe, "parallel_config.enable_expert_parallel": spreads_experts})
+    found = list(list_hazards(config, environ))
+    assert len(found) == is_told
+    assert all("deadlock" in what and "unset HCCL_OP_EXPANSION_MODE" in remedy for what, remedy in found)
 
 
 def make_config(**chosen: Any) -> MagicMock:
