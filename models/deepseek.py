@@ -33,10 +33,9 @@ class DeepseekAdapter:
         config, layers = model.config, list(get_layers(model.model).values())
         if not hasattr(layers[0].self_attn, "mla_attn"):
             return Decline("DeepSeek with plain attention instead of MLA is not supported")
-        if getattr(config, "llama_4_scaling", None) is not None:
-            return Decline("attention scaling by position is not supported")
-        if str(layers[0].input_layernorm.weight.dtype) == "torch.float16":
-            return Decline("fp16 needs the decoder layer's own scaling; serve in bf16 or fp32")
+        dtype = str(layers[0].input_layernorm.weight.dtype).removeprefix("torch.")
+        if (known := self.decline_config(config, dtype)) is not None:
+            return known
         unknown = {type(layer.mlp).__name__ for layer in layers} - {"DeepseekV2MLP", "DeepseekV2MoE"}
         if unknown:
             return Decline("its MLP is not known", ", ".join(sorted(unknown)))
@@ -44,6 +43,14 @@ class DeepseekAdapter:
         if any(getattr(indexer, "topk_indices_buffer", None) is not None for indexer in indexers):
             reason = "sparse attention (DeepSeek V3.2) shares index buffers between micro-batches"
             return Decline(reason, only_micro=True)
+        return None
+
+    def decline_config(self, config: Any, dtype: str) -> Decline | None:
+        """Return why no model of this configuration can be split, or None."""
+        if getattr(config, "llama_4_scaling", None) is not None:
+            return Decline("attention scaling by position is not supported")
+        if dtype == "float16":
+            return Decline("fp16 needs the decoder layer's own scaling; serve in bf16 or fp32")
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:

@@ -100,6 +100,22 @@ class StageAdapter(Protocol):
     takes_stages: bool
 
 
+@runtime_checkable
+class ConfigAdapter(Protocol):
+    """An adapter that can say of a configuration alone, before any weights are loaded, that it cannot be split.
+
+    `dbo doctor` asks it. `decline` is asked as well, when the model is loaded.
+    """
+
+    def decline_config(self, config: Any, dtype: str) -> Decline | None:
+        """Return why a model of this configuration cannot be split, or None.
+
+        Args:
+            config: the language model's part of config.json, as transformers reads it.
+            dtype: type of the weights, such as `bfloat16`.
+        """
+
+
 class EncoderAdapter(Protocol):
     """Declares the programs of one family of vision encoders. `dbo_models.qwen_vl` has two examples."""
 

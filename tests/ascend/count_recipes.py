@@ -86,7 +86,7 @@ def ask_all(recipes: Iterable[Recipe]) -> Iterator[Answer]:
 
     This process must not have loaded vLLM's plugins: what they do may depend on the variables of a command.
     """
-    os.environ.update(_make_environment())  # vLLM starts processes that look at models' classes
+    os.environ.update(make_environment())  # vLLM starts processes that look at models' classes
     cann.load()
     for name in IMPORTED:
         import_module(name)
@@ -119,10 +119,11 @@ def _ask(recipe: Recipe, probe: Callable[[Sequence[str], Mapping[str, str]], Map
 
 
 def _probe_in_new_process(arguments: Sequence[str], variables: Mapping[str, str]) -> Mapping[str, Any]:
-    return run_probe("serve", {**os.environ, **_make_environment()}, *arguments, **variables)
+    return run_probe("serve", {**os.environ, **make_environment()}, *arguments, **variables)
 
 
-def _make_environment() -> dict[str, str]:
+def make_environment() -> dict[str, str]:
+    """Return the variables with which vllm-ascend is found, over the stand-in for CANN."""
     return {**VARIABLES, "LD_LIBRARY_PATH": str(build())}
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dbo_runtime.lab.doctor.serve_command import ServeCommand, check_serve_command
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
-from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands, list_evidence
+from tests.ascend.count_recipes import NO_ADAPTER, Answer, ask, count, list_commands, list_evidence, make_environment
 from tests.support.ascend.proofs import list_all, list_proofs
 from tests.support.ascend.recipe_models import MODELS, SCHEMES
 from tests.support.ascend.recipes import Recipe, make_command, read_recipes
@@ -77,6 +79,32 @@ def test_what_prevents_splitting_is_what_vllm_ascend_makes_of_a_command() -> Non
         "(W4A4_DYNAMIC; known: W8A8, W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8_MXFP8, W4A8_MXFP, W4A4_MXFP4)",
         "not supported yet: redundant experts, whose weights vllm-ascend does not load (num_redundant_experts)",
     )
+
+
+@pytest.mark.slow
+def test_the_doctor_says_what_may_go_wrong_with_a_command(tmp_path: Path) -> None:
+    (recipe,) = (each for each in RECIPES if (each.page, each.line) == ("DeepSeek-V3.1.md", "179"))
+    arguments, variables = make_command(recipe, tmp_path)
+    environ = {**os.environ, **make_environment(), **variables}
+    command = ServeCommand(
+        {"HCCL_OP_EXPANSION_MODE": "AIV"}, (*arguments, "--enable-dbo", "--max-num-partial-prefills=1")
+    )
+    found = check_serve_command(command, {**environ, **command.variables})
+    assert [finding.state for finding in found if "HCCL_OP_EXPANSION_MODE=AIV with MC2" in finding.found] == ["warn"]
+    assert [finding.state for finding in found if "ignores --enable-dbo" in finding.found] == ["warn"]
+    assert "does not know --max-num-partial-prefills" in found[0].found
+    assert "would overlap" in found[1].found
+
+
+@pytest.mark.slow
+def test_the_doctor_says_that_images_are_served_with_host_lengths_on_one_npu(tmp_path: Path) -> None:
+    several = next(each for each in RECIPES if "VL" in each.model and each.config is not None)
+    recipe = several._replace(tensor_parallel="1", data_parallel="1", expert_parallel="0")
+    arguments, variables = make_command(recipe, tmp_path)
+    environ = {**os.environ, **make_environment(), **variables}
+    layout, *_, note = check_serve_command(ServeCommand({}, tuple(arguments)), environ)
+    assert "no communication to hide" in layout.found
+    assert "takes its sequence lengths from the host" in note.found
 
 
 @pytest.mark.slow

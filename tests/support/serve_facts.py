@@ -20,6 +20,7 @@ FACTS: Mapping[str, Any] = MappingProxyType(
         "hides_nothing": None,
         "misfit": None,
         "outlooks": [],
+        "is_derived": False,
         "unknown_experts": None,
         "hazards": [],
         "takes_host_lengths": False,

@@ -70,6 +70,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
     from dbo_runtime.lab.start.released_options import find_releases
     from dbo_runtime.vllm_plugin.api.features import takes_host_lengths
     from dbo_runtime.vllm_plugin.api.identity import get_device_type, list_parallel_sizes
+    from dbo_runtime.vllm_plugin.api.model_classes import is_derived
     from dbo_runtime.vllm_plugin.api.versions import get_version
     from dbo_runtime.vllm_plugin.install.config_checks import choose_adapter, find_decline, list_declines
     from dbo_runtime.vllm_plugin.platforms.registry import get_platform
@@ -97,6 +98,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,
         "outlooks": list_outlooks(vllm_config, config) if is_planned else [],
+        "is_derived": is_derived(vllm_config.model_config.architecture),
         "unknown_experts": None if declines else find_unknown_experts(vllm_config),
         "hazards": list(platform.list_hazards(vllm_config)),
         "takes_host_lengths": takes_host_lengths(vllm_config) and platform.get_encoder_attention() is not None,

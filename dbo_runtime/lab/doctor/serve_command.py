@@ -20,6 +20,8 @@ _UNKNOWN = "if the launcher puts all ranks on one host, `auto` splits nothing"
 COMPARED = "is not proven yet: compares its first steps of each kind with unsplit ones; a difference ends splitting"
 NANO_ONLY = "steps are cut into nano-batches only, and the first of each kind are compared"
 _AT_LOAD = "whether steps can be split is known when vLLM has chosen the kernels of the experts"
+_DERIVED = "its adapter is for the vLLM class that it derives from; which parts it takes is known when it is loaded"
+_READ_LOG = "read the log at the start: it says `active`, or what cannot be split"
 HOST_LENGTHS = (
     "the encoder of images and videos takes its sequence lengths from the host, in unsplit steps as well: "
     "it waits for the device no more"
@@ -134,8 +136,10 @@ def _describe_layout(facts: Mapping[str, Any]) -> Finding:
     overlaps = list_overlaps(sizes)
     if not overlaps:
         return Finding("command", "warn", f"{found}: steps may be split, but there is no communication to hide")
+    if facts["is_derived"]:
+        return Finding("command", "warn", f"{found}: {_DERIVED}", _READ_LOG)
     if facts["unknown_experts"]:
         text = f"{found}: {_AT_LOAD} ({facts['unknown_experts']})"
-        return Finding("command", "warn", text, "read the log at the start: it says `active`, or what cannot be split")
+        return Finding("command", "warn", text, _READ_LOG)
     where = f"; {_UNKNOWN}" if facts["transport"] is None else ""
     return Finding("command", "ok", f"{found}: {' and '.join(overlaps)} would overlap with computation{where}")

@@ -7,7 +7,7 @@ from dbo_runtime.lab.doctor.remedy import Remedy
 STEP_REMEDIES = (
     Remedy(
         ("no communication to hide",),
-        "ranks share memory on one host, or each layer is on one rank: there is nothing to gain",
+        "all ranks are CPUs of one host, or each layer is on one rank: there is nothing to gain",
         "spread layers over ranks (--tensor-parallel-size) of several hosts, or of chips, whose links work while they "
         "compute; DBO_MODE=always splits all the same, to try it",
     ),

@@ -90,9 +90,18 @@ def _choose(steps: Steps, number: str, path: Path) -> Steps:
     chosen = {name: steps[name] for name, found in numbers.items() if found is not None and found == asked}
     if not chosen:
         known = sorted(found for found in numbers.values() if found is not None)
-        there = f"there are {known[0]} to {known[-1]}" if known else "no step here has a number"
+        there = f"there are {describe_ranges(known)}" if known else "no step here has a number"
         raise ConfigError(f"{path} has no step {number!r}; {there}. Without --step, all steps are listed.")
     return chosen
+
+
+def describe_ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text, such as `1 to 3, 7`."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(
+        f"{start} to {end}" if start < end else f"{start}" for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def _read_number(name: str) -> int | None:

@@ -20,6 +20,13 @@ def find_adapter(architecture: str) -> ModelAdapter | None:
     return get_backbone_adapter(architecture) or get_backbone_adapter(architecture, list_classes(architecture))
 
 
+def is_derived(architecture: str) -> bool:
+    """Return whether an adapter is found only by a base class of the vLLM class that serves an architecture."""
+    classes = list_classes(architecture)
+    own = (architecture, *classes[:1])
+    return find_adapter(architecture) is not None and all(get_backbone_adapter(name) is None for name in own)
+
+
 def list_classes(architecture: str) -> tuple[str, ...]:
     """Return the names of the class that serves an architecture, of its base classes, and of its backbone.
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 from dbo_runtime.adapters.contract import ModelAdapter, name_adapter
 from dbo_runtime.decline import Decline
+from dbo_runtime.engine.transport import HIDES_NOTHING
 from dbo_runtime.observe.declines import warn_declined
 from dbo_runtime.setting_values import name_policy
 from dbo_runtime.vllm_plugin.parallel.rank_context import RankContext
+
+WHERE_IT_GAINS = "spread layers over several hosts, or over chips; `make demo` shows the gain over a link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +34,18 @@ class Announcement:
         """Log that overlap is active, or that *decline* keeps every step from being split."""
         rank, log = self.rank, self.rank.log
         if decline is not None:
-            warn_declined(log, "every step", decline, model=rank.vllm_config.model_config.architecture)
+            advice = WHERE_IT_GAINS if decline in HIDES_NOTHING.values() else None
+            model = rank.vllm_config.model_config.architecture
+            warn_declined(log, "every step", decline, model=model, advice=advice)
             return
         if self.unfused is not None:
             log.info("attention stays one op, with no concurrent ops", reason=str(self.unfused))
         if self.no_micro is not None:
             log.info("steps are cut into nano-batches only", reason=str(self.no_micro))
         log.info("dual-batch overlap is active", **self._list_facts())
+        nothing = HIDES_NOTHING.get(rank.transport)
+        if nothing is not None and rank.config.mode == "always" and rank.config.side != "on":
+            log.warning("split steps gain nothing here", reason=nothing.detail, advice=WHERE_IT_GAINS)
         for hazard, remedy in rank.platform.list_hazards(rank.vllm_config):
             log.warning(hazard, advice=remedy)
         if rank.platform.notice and not rank.config.check:

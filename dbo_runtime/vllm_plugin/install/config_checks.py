@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dbo_runtime.adapters.contract import ModelAdapter, StageAdapter, name_adapter
+from dbo_runtime.adapters.contract import ConfigAdapter, ModelAdapter, StageAdapter, name_adapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.errors import ProgramError
@@ -20,7 +20,7 @@ from dbo_runtime.vllm_plugin.step.unsupported import list_unsupported
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-INSTRUCTIONS = "docs/write-an-adapter.md shows how to write one, and DBO_GENERIC=1 does without"
+INSTRUCTIONS = "`dbo adapter new {0}` drafts one (docs/write-an-adapter.md), and DBO_GENERIC=1 does without"
 
 
 def choose_adapter(vllm_config: VllmConfig) -> ModelAdapter | Decline | None:
@@ -68,8 +68,13 @@ def _list_all(
         yield from (tell_to_compare(unproven) for unproven in platform.list_unproven(vllm_config))
     if isinstance(adapter, Decline):
         yield adapter
+    if isinstance(adapter, ConfigAdapter):
+        model = vllm_config.model_config
+        refused = adapter.decline_config(model.hf_text_config, str(model.dtype).removeprefix("torch."))
+        yield from () if refused is None else (refused,)
     if adapter is None and not config.generic:
-        yield Decline("no adapter is registered", f"{vllm_config.model_config.architecture}; {INSTRUCTIONS}")
+        architecture = vllm_config.model_config.architecture
+        yield Decline("no adapter is registered", f"{architecture}; {INSTRUCTIONS.format(architecture)}")
     if adapter is None and config.generic and vllm_config.parallel_config.tensor_parallel_size == 1:
         from dbo_runtime.vllm_plugin.alternatives.generic import SUMS_NOTHING  # for few servers
 

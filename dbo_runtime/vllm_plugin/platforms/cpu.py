@@ -48,15 +48,16 @@ class CpuPlatform(Platform):
     def get_transport(self, groups: Groups, hosts: int) -> str:
         """Return the ranks' transport; see `Platform.get_transport`.
 
-        If all ranks of a tensor parallel group are on one host, vLLM reduces over shared memory. This spins on the
-        cores that compute, so it leaves nothing to hide.
+        If all ranks are on one host, communication takes the cores that compute, so it leaves nothing to hide: over
+        Gloo, or over shared memory, which vLLM uses on processors with AVX-512.
         """
         if groups.all_ranks.world_size == 1:
             return "none"
-        if groups.data_parallel is not None:
-            return "one host" if hosts == 1 else "network"
-        module = getattr(groups.tensor_parallel.device_communicator, "dist_module", None)
-        return "shared memory" if type(module).__name__ == _SHARED_MEMORY else "network"
+        if hosts > 1:
+            return "network"
+        communicator = None if groups.data_parallel else groups.tensor_parallel.device_communicator
+        module = getattr(communicator, "dist_module", None)
+        return "shared memory" if type(module).__name__ == _SHARED_MEMORY else "one host"
 
     def predict_transport(self, ranks: int, dispatches: bool, hosts: int | None) -> str | None:
         """Return the transport that is to be expected; see `Platform.predict_transport`."""
@@ -64,9 +65,9 @@ class CpuPlatform(Platform):
             return "none"
         if hosts is None:
             return None
-        if dispatches:
-            return "one host" if hosts == 1 else "network"
-        return "shared memory" if hosts == 1 and _has_shared_memory() else "network"
+        if hosts > 1:
+            return "network"
+        return "shared memory" if not dispatches and _has_shared_memory() else "one host"
 
     def get_chip_name(self) -> str:
         """Return the name of this host's processor."""

@@ -175,6 +175,12 @@ def test_experts_whose_kernels_are_not_known_get_no_all_clear(monkeypatch: pytes
     assert "is known when vLLM has chosen the kernels of the experts (fp8 weights)" in finding.found
 
 
+def test_a_model_with_the_adapter_of_its_base_class_gets_no_all_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check({"is_derived": True}, monkeypatch)
+    assert finding.state == "warn"
+    assert "which parts it takes is known when it is loaded" in finding.found
+
+
 def test_hazards_are_warnings_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, last = check(
         {"parallel": {**ALONE, "tensor": 2}, "declines": [], "hazards": [["a deadlock", "unset it"]]}, monkeypatch

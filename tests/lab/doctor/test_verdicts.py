@@ -19,7 +19,7 @@ import pytest
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.cost_file import save_costs
 from tests.support.ports import find_free_ports
-from tests.support.vllm.engines import TINY, Engines, find_transport
+from tests.support.vllm.engines import TINY, Engines
 from tests.support.vllm.families import find_backend, make_family
 from tests.support.vllm.server import OPTIONS, serve
 from tests.support.vllm.verdicts import DATA_PARALLEL, examine_here, start_engine
@@ -43,6 +43,8 @@ DEEPSEEK = [
     ("", ALWAYS, ACTIVE),
     ("", f"{ALWAYS} DBO_SPLIT=nano", ACTIVE),
     (TENSOR, ALWAYS, ACTIVE),
+    (TENSOR, "", ALONE),
+    (f"{TENSOR} --dtype=float16", ALWAYS, "fp16 needs the decoder layer's own scaling"),
     (TENSOR, OFF, "DBO_MODE is off"),
     (TENSOR, f"{ALWAYS} DBO_SPLIT=nano DBO_MICRO_BATCHES=3", ACTIVE),
     (TENSOR, f"{ALWAYS} DBO_SIDE=on DBO_CHECK=races", ACTIVE),
@@ -94,12 +96,6 @@ def test_an_engines_log_says_what_the_doctor_has_said(
     layout: str, setting: str, reason: str, engines: Engines, folder: Path, tmp_path: Path
 ) -> None:
     compare_engine(engines, TINY, layout.split(), setting, reason, folder, tmp_path / "log")
-
-
-def test_ranks_of_one_host_are_told_what_their_transport_allows(engines: Engines, folder: Path, tmp_path: Path) -> None:
-    """By the default settings: over Gloo (AVX2) steps are split, through shared memory (AVX-512) nothing is hidden."""
-    reason = ACTIVE if find_transport() == "network" else ALONE
-    compare_engine(engines, TINY, [TENSOR], "", reason, folder, tmp_path / "log")
 
 
 @pytest.mark.parametrize(("architecture", "layout", "setting", "reason"), DENSE)

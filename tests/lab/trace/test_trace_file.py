@@ -12,6 +12,7 @@ import pytest
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.lab.trace import trace_command
+from dbo_runtime.lab.trace.trace_command import describe_ranges
 from dbo_runtime.lab.trace.trace_file import read_trace
 from dbo_runtime.observe.timeline import Span, Timeline
 from dbo_runtime.observe.trace import save_trace
@@ -157,5 +158,12 @@ def test_a_step_of_a_folder_is_chosen_by_the_number_in_its_files_name(
         figures = json.loads(run_command(capsys, tmp_path, "--step", number, "--json"))
         assert list(figures) == ["step-000003.json"]
     assert json.loads(run_command(capsys, tmp_path / "step-000030.json", "--step", "30", "--json"))
-    with pytest.raises(ConfigError, match=r"has no step '2'; there are 1 to 30\."):
+    with pytest.raises(ConfigError, match=r"has no step '2'; there are 1, 3, 30\."):
         run_command(capsys, tmp_path, "--step", "2")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([4], "4"), ([1, 2, 3], "1 to 3"), ([1, 3, 4, 9], "1, 3 to 4, 9"), ([0, 2], "0, 2")]
+)
+def test_the_steps_that_are_there_are_named_without_gaps(numbers: list[int], text: str) -> None:
+    assert describe_ranges(numbers) == text

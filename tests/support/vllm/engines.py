@@ -139,7 +139,7 @@ def find_transport() -> str:
     if platform.machine() != "x86_64":
         return "shared memory"
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    return "shared memory" if " avx512f" in flags else "network"
+    return "shared memory" if " avx512f" in flags else "one host"
 
 
 def share_cores() -> str:

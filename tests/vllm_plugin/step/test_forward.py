@@ -177,6 +177,7 @@ SHARED = make_group(_CPUSHMDistributed())
         (Groups(ONE_RANK, None, ONE_RANK), 1, "none"),
         (Groups(SHARED, None, SHARED), 1, "shared memory"),
         (Groups(make_group(), None, make_group()), 2, "network"),
+        (Groups(SimpleNamespace(device_communicator=None), None, make_group()), 1, "one host"),
         (Groups(ONE_RANK, make_group(), make_group()), 1, "one host"),
         (Groups(ONE_RANK, make_group(), make_group()), 2, "network"),
         (Groups(SHARED, make_group(), make_group(world_size=4)), 1, "one host"),
