@@ -9,7 +9,7 @@ from dbo_runtime.decline import Decline
 
 _NOTHING_TO_HIDE = {
     "none": "no layer is spread over ranks",
-    "shared memory": "all ranks are on one host, where a reduce costs less than splitting",
+    "shared memory": "all ranks are on one host, where communication takes the cores that compute",
     "one host": "all ranks are on one host, where communication takes the cores that compute",
 }
 

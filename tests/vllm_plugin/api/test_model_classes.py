@@ -11,7 +11,7 @@ import pytest
 from dbo_runtime.adapters.contract import name_adapter
 from dbo_runtime.adapters.registry import get_adapter, get_backbone_adapter, name_backbones
 from dbo_runtime.lab.doctor.model import check_model
-from dbo_runtime.vllm_plugin.api.model_classes import find_adapter, list_classes
+from dbo_runtime.vllm_plugin.api.model_classes import find_adapter, is_derived, list_classes
 
 pytestmark = pytest.mark.vllm
 
@@ -87,3 +87,18 @@ def test_the_architecture_itself_comes_first() -> None:
 def test_classes_are_listed_up_to_torchs_own() -> None:
     assert list_classes("Qwen2ForRewardModel") == ("Qwen2ForRewardModel", "Qwen2RewardBaseModel", "Qwen2Model")
     assert list_classes("NoSuchModel") == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("DeepseekV3ForCausalLM", False),
+        ("Qwen3ForSequenceClassification", False),
+        ("LLaMAForCausalLM", False),  # served by Llama's very class
+        ("Phi3ForCausalLM", True),
+        ("MiMoForCausalLM", True),  # whose layers the adapter declines when they are loaded
+        ("BertModel", False),  # without an adapter
+    ],
+)
+def test_an_adapter_of_a_base_class_only_is_told_apart(architecture: str, expected: bool) -> None:
+    assert is_derived(architecture) is expected

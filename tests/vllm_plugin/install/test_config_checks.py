@@ -89,19 +89,20 @@ def test_some_features_depend_on_settings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "problem"),
-    [
-        ("--no-such-option", "unrecognized arguments: --no-such-option"),
-        (
-            "--tensor-parallel-size=3",
-            "Total number of attention heads (4) must be divisible by tensor parallel size (3).",
-        ),
-    ],
-)
-def test_a_command_that_vllm_does_not_accept_is_reported_in_its_words(option: str, problem: str) -> None:
-    (found,) = check(option)
+def test_a_command_that_vllm_does_not_accept_is_reported_in_its_words() -> None:
+    (found,) = check("--tensor-parallel-size=3")
+    problem = "Total number of attention heads (4) must be divisible by tensor parallel size (3)."
     assert (found.state, found.found) == ("fail", f"vLLM does not accept it: {problem}")
+
+
+@pytest.mark.slow
+def test_an_option_that_vllm_does_not_know_does_not_hide_what_prevents_splitting() -> None:
+    unknown, layout, *declines = check("--no-such-option", "--tensor-parallel-size=2", "--dtype=float16")
+    assert "does not know --no-such-option" in unknown.found
+    assert "tensor parallel 2: every step would run unsplit" in layout.found
+    assert [decline.found for decline in declines] == [
+        "fp16 needs the decoder layer's own scaling; serve in bf16 or fp32"
+    ]
 
 
 @pytest.mark.slow
