@@ -104,7 +104,7 @@ class StageAdapter(Protocol):
 class ConfigAdapter(Protocol):
     """An adapter that can say of a configuration alone, before any weights are loaded, that it cannot be split.
 
-    `dbo doctor` asks it. `decline` is asked as well, when the model is loaded.
+    `dbo doctor` and a server ask it before the model is loaded. Other checks ask `decline` alone, which calls it.
     """
 
     def decline_config(self, config: Any, dtype: str) -> Decline | None:

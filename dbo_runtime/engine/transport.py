@@ -7,10 +7,11 @@ from types import MappingProxyType
 
 from dbo_runtime.decline import Decline
 
+_ON_ONE_HOST = "all ranks are on one host, where communication takes the cores that compute"
 _NOTHING_TO_HIDE = {
     "none": "no layer is spread over ranks",
-    "shared memory": "all ranks are on one host, where communication takes the cores that compute",
-    "one host": "all ranks are on one host, where communication takes the cores that compute",
+    "shared memory": _ON_ONE_HOST,
+    "one host": _ON_ONE_HOST,
 }
 
 HIDES_NOTHING: Mapping[str, Decline] = MappingProxyType(

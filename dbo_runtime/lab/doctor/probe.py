@@ -98,7 +98,7 @@ def probe_serve(*arguments: str) -> dict[str, Any]:
         "hides_nothing": None if hides_nothing is None else str(hides_nothing),
         "misfit": misfit,
         "outlooks": list_outlooks(vllm_config, config) if is_planned else [],
-        "is_derived": is_derived(vllm_config.model_config.architecture),
+        "is_derived": not declines and is_derived(vllm_config.model_config.architecture),
         "unknown_experts": None if declines else find_unknown_experts(vllm_config),
         "hazards": list(platform.list_hazards(vllm_config)),
         "takes_host_lengths": takes_host_lengths(vllm_config) and platform.get_encoder_attention() is not None,

@@ -19,7 +19,10 @@ _OPTION = re.compile(r"--[a-z][a-z0-9-]+")
 
 
 def find_releases(name: str) -> tuple[str, ...]:
-    """Return the releases that know an option (`--name`) or a field (`name`, `outer.name`); empty if nobody knows."""
+    """Return the releases that know an option (`--name`) or a field (`name`, `outer.name`).
+
+    Empty if all releases know it, or none.
+    """
     known: dict[str, list[str]] = json.loads(DATA.read_text(encoding="utf-8"))["options"]
     return tuple(known.get(name if name.startswith("--") else name.rpartition(".")[2], ()))
 
@@ -50,6 +53,7 @@ def _list_fields(path: Path) -> Iterator[str]:
 
 
 def _list_texts(path: Path) -> Iterator[str]:
+    """Yield the strings in a file: some options are written out."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value

@@ -12,7 +12,7 @@ from dbo_runtime.errors import ConfigError
 _UNRECOGNIZED = "unrecognized arguments: "
 _UNEXPECTED = "unexpected_keyword_argument"  # pydantic's type of the error
 # As argparse prints pydantic's error: the name of a field on a line of its own, and below it what is wrong.
-_PRINTED = re.compile(r"^(\S+)\n +(?:[^\n]*\[type=(\w+),)", re.MULTILINE)
+_PRINTED = re.compile(r"^(\S+)\n +[^\n]*\[type=(\w+),", re.MULTILINE)
 
 
 class UnknownArgumentsError(ConfigError):
@@ -24,7 +24,7 @@ class UnknownArgumentsError(ConfigError):
     """
 
     def __init__(self, names: Sequence[str], without: Sequence[str]) -> None:
-        super().__init__(f"vLLM does not know {', '.join(names)}.")
+        super().__init__(f"vLLM does not know {', '.join(names)}. Correct it, or leave it out.")
         self.names, self.without = tuple(names), tuple(without)
 
 
@@ -47,6 +47,7 @@ def check_raised(error: BaseException, arguments: Sequence[str]) -> None:
 
 
 def _refuse_fields(names: Sequence[str], arguments: Sequence[str]) -> None:
+    """Raise UnknownArgumentsError for fields that are found in the arguments."""
     rest = list(arguments)
     for name in names:
         rest = list(_drop_field(rest, name))
@@ -54,6 +55,7 @@ def _refuse_fields(names: Sequence[str], arguments: Sequence[str]) -> None:
 
 
 def _refuse(names: Sequence[str], arguments: Sequence[str], rest: Sequence[str]) -> None:
+    """Raise UnknownArgumentsError unless nothing could be left out, so that the caller would ask the same again."""
     if names and list(rest) != list(arguments):
         raise UnknownArgumentsError(names, rest)
 

@@ -24,7 +24,8 @@ def is_derived(architecture: str) -> bool:
     """Return whether an adapter is found only by a base class of the vLLM class that serves an architecture."""
     classes = list_classes(architecture)
     own = (architecture, *classes[:1])
-    return find_adapter(architecture) is not None and all(get_backbone_adapter(name) is None for name in own)
+    has_adapter = get_backbone_adapter(architecture, classes) is not None
+    return has_adapter and all(get_backbone_adapter(name) is None for name in own)
 
 
 def list_classes(architecture: str) -> tuple[str, ...]:

@@ -231,4 +231,6 @@ def test_an_option_that_vllm_does_not_know_is_one_line(
     for name in SWITCHES:
         monkeypatch.setenv(name, "0")
     assert main(["calibrate", str(TINY), "--output", "costs.json", "--tensor-paralel", "2"]) == 2
-    assert capfd.readouterr().err.splitlines()[1:] == ["dbo_runtime calibrate: vLLM does not know --tensor-paralel."]
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        "dbo_runtime calibrate: vLLM does not know --tensor-paralel. Correct it, or leave it out."
+    ]

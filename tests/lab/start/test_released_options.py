@@ -18,7 +18,7 @@ from dbo_runtime.lab.start.released_options import DATA, compare_releases, find_
         ("max_long_partial_prefills", ("0.23.0",)),
         ("scheduler_config.max_long_partial_prefills", ("0.23.0",)),
         ("--seed", ()),  # known to all
-        ("--nobody-knows", ()),
+        ("--known-to-none", ()),
     ],
 )
 def test_an_option_that_came_or_went_has_its_releases(name: str, releases: tuple[str, ...]) -> None:
