@@ -59,6 +59,7 @@ class Counts:
         cached: number of prompt tokens found in the prefix cache.
         calibrated: number of times that op costs were measured between requests.
         alarms: number of alarms raised by the comparison of first steps, by text.
+        failures: reasons why no step is split any more, by text: the first split step has failed.
     """
 
     split: int = 0
@@ -68,6 +69,7 @@ class Counts:
     cached: int = 0
     calibrated: int = 0
     alarms: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
         """Add the counts of another process or time."""
@@ -78,6 +80,7 @@ class Counts:
         self.cached += other.cached
         self.calibrated += other.calibrated
         self.alarms += other.alarms
+        self.failures += other.failures
 
     def since(self, before: Counts) -> Counts:
         """Return the difference to the counts *before*."""
@@ -89,4 +92,5 @@ class Counts:
             self.cached - before.cached,
             self.calibrated - before.calibrated,
             self.alarms - before.alarms,
+            self.failures - before.failures,
         )

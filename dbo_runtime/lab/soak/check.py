@@ -193,7 +193,7 @@ def _run_split(
     traffic: Sequence[Round],
     expected: Mapping[int, dict[int, Answer]],
 ) -> list[Suspect]:
-    """Answer all rounds split, count them, and return the differences. A failing engine is a bug, and ends the run."""
+    """Answer all rounds split, count them, and return the differences. A failing step is a bug, and ends the run."""
     start = time.monotonic()
     suspects: list[Suspect] = []
     number = traffic[0].number
@@ -207,6 +207,8 @@ def _run_split(
             suspects += _compare_round(setup, tally, each, expected[number], answers)
             alarms = [Difference(ALARM, None, None, text) for text in counts.alarms]
             tally.bugs += [Bug(tally.micro_batches, number, None, None, alarm) for alarm in alarms]
+            if counts.failures:
+                raise DeviceError("; ".join(counts.failures))
     except DeviceError as error:
         tally.bugs.append(Bug(tally.micro_batches, number, None, None, Difference(FAILURE, None, None, str(error))))
     tally.seconds = time.monotonic() - start

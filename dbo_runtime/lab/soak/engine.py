@@ -90,8 +90,8 @@ class Engine:
                 break
         counts = self._count().since(before)
         if self._compares_first_steps:
-            alarms = self._llm.collective_rpc("soak_list_alarms")
-            counts.alarms = Counter(alarm for of_rank in alarms for alarm in of_rank)
+            counts.alarms = self._collect("soak_list_alarms")
+        counts.failures = self._collect("soak_list_failures")
         return running.collect(), counts
 
     def _pause(self, running: _Running) -> None:
@@ -105,6 +105,10 @@ class Engine:
     def close(self) -> None:
         """End the workers."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _collect(self, method: str) -> Counter[str]:
+        """Count the texts that a method of the workers returns."""
+        return Counter(text for of_rank in self._llm.collective_rpc(method) for text in of_rank)
 
     def _count(self) -> Counts:
         found = [rank for rank in self._llm.collective_rpc("dbo_statistics") if rank is not None]

@@ -129,7 +129,7 @@ class EquivalenceReport:
     def failure(self) -> str | None:
         """The reason why this is no proof of equivalence; None if it is one."""
         if any(bug.difference.kind == FAILURE for bug in self.bugs):
-            return "vLLM failed where steps were split"
+            return "a split step failed"
         if any(bug.difference.kind == ALARM for bug in self.bugs):
             return "the comparison of first steps has ended splitting"
         if self.bugs:

@@ -72,10 +72,12 @@ def test_the_named_round_alone_shows_it_again(check_with: Check) -> None:
     assert found & repeated  # of those that meet a structured request, which waits for its grammar, not all
 
 
-def test_an_engine_that_fails_is_a_bug_with_its_error(check_with: Check) -> None:
-    report = check_with("Crashing", micro_batches=[2, 3])
+@pytest.mark.parametrize(("adapter", "is_served"), [("Crashing", False), ("CrashingLater", True)])
+def test_a_step_that_fails_is_a_bug_with_its_error(check_with: Check, adapter: str, is_served: bool) -> None:
+    report = check_with(adapter, micro_batches=[2, 3])
     assert not report
     (bug,) = report.bugs
     assert bug.difference.kind == "failure"
+    assert ("its first split step fails" in bug.difference.detail) != is_served
     assert "no_such_attribute" in bug.difference.detail
-    assert "L1.mlp" in str(report)
+    assert "op 'mlp', layer 1" in str(report)

@@ -54,7 +54,7 @@ def test_a_failed_engine_is_no_answer() -> None:
     bug = Bug(2, 7, None, None, Difference("failure", None, None, "vLLM's process (rank 0) has died."))
     text = str(make_report(make_tally(bugs=[bug])))
     assert "round 7, 2 micro-batches: failure: vLLM's process (rank 0) has died." in text
-    assert text.endswith("FAILED: vLLM failed where steps were split")
+    assert text.endswith("FAILED: a split step failed")
 
 
 def test_a_bug_is_told_with_what_repeats_it() -> None:

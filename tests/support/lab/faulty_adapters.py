@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from dbo_runtime.adapters.communication import Collectives
@@ -9,6 +10,8 @@ from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.ir.values import Value
 from examples.toy_adapter.granite_adapter import GraniteAdapter
 from tests.support.vllm.spoiled_ops import Spoil, spoil_op
+
+LAST_CALL = 100  # far more than a rehearsal makes, far fewer than a round of requests
 
 
 class FaultyAdapter(GraniteAdapter):
@@ -68,3 +71,15 @@ class Crashing(FaultyAdapter):
 
     label = "L1.mlp"
     spoil = staticmethod(lambda mlp: lambda x: x.no_such_attribute)
+
+
+def _fail_later(mlp: Any) -> Any:
+    calls = count()
+    return lambda x: mlp(x) if next(calls) < LAST_CALL else x.no_such_attribute
+
+
+class CrashingLater(FaultyAdapter):
+    """An op raises when steps have been served already."""
+
+    label = "L1.mlp"
+    spoil = staticmethod(_fail_later)
