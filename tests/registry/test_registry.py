@@ -78,9 +78,16 @@ def test_the_cause_is_a_workers_own() -> None:
 
 
 def test_shares_are_of_what_vllm_runs() -> None:
-    outcomes = {"A": Outcome(ADAPTER, 4, "a.B"), "B": Outcome(DECLINED, 0, "x"), "C": Outcome(NOT_RUN, 0, "y")}
+    outcomes = {
+        "A": Outcome(ADAPTER, 4, "a.B"),
+        "B": Outcome(DECLINED, 0, "x"),
+        "C": Outcome(NOT_RUN, 0, "y"),
+        "D": Outcome(GENERIC, 4, ""),
+        "E": Outcome(DECLINED, 0, "z"),
+    }
     text = "\n".join(make_lines(outcomes))
-    assert "Of 3 text architectures, vLLM's CPU build runs 2 as tiny models. **1 of these 2 overlap (50%)**;" in text
+    assert "Of 5 text architectures, vLLM's CPU build runs 4 as tiny models." in text
+    assert "**1 of these 4 overlap by default (25%), 2 with `DBO_GENERIC=1` (50%)**; 2 are declined" in text
 
 
 def test_a_job_that_fails_or_dies_is_an_error_with_its_log() -> None:

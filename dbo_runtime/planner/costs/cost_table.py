@@ -117,7 +117,7 @@ class CostTable:
 
     def check_fits(self, machine: Mapping[str, str], model: Mapping[str, str], parallel: Mapping[str, int]) -> None:
         """Raise ConfigError, with all differences, unless the costs are for this machine, model and layout."""
-        here = {"machine": machine, "model": model, "parallel": parallel}
+        here = {"parallel": parallel, "model": model, "machine": machine}  # what a user chooses comes first
         differing = [
             f"{name}.{key} is {recorded.get(key)!r}, here it is {values.get(key)!r}"
             for name, values in here.items()

@@ -19,7 +19,7 @@ import pytest
 from dbo_runtime.lab.whatif.published_cases import get_case
 from dbo_runtime.planner.costs.cost_file import save_costs
 from tests.support.ports import find_free_ports
-from tests.support.vllm.engines import TINY, Engines
+from tests.support.vllm.engines import TINY, Engines, find_transport
 from tests.support.vllm.families import find_backend, make_family
 from tests.support.vllm.server import OPTIONS, serve
 from tests.support.vllm.verdicts import DATA_PARALLEL, examine_here, start_engine
@@ -38,30 +38,27 @@ ACTIVE = ""  # instead of a reason: steps are split
 ALONE = "no communication to hide"
 
 SERVERS = [(TENSOR, MISFIT), (STAGES, ALWAYS), (EXPERTS, ALWAYS)]
-DEEPSEEK = [
-    ("", "", ALONE),
-    ("", ALWAYS, ACTIVE),
-    ("", f"{ALWAYS} DBO_SPLIT=nano", ACTIVE),
-    (TENSOR, ALWAYS, ACTIVE),
-    (TENSOR, "", ALONE),
+LAYOUTS = ["", TENSOR, STAGES, f"{TENSOR} --enable-expert-parallel", EXPERTS]
+SETTINGS = {
+    "": ALONE,
+    OFF: "DBO_MODE is off",
+    ALWAYS: ACTIVE,
+    f"{ALWAYS} DBO_SPLIT=nano DBO_MICRO_BATCHES=3": ACTIVE,
+    f"{ALWAYS} DBO_SPLIT=micro DBO_POLICY=staggered:1": ACTIVE,
+    f"{ALWAYS} DBO_SIDE=on DBO_CHECK=races": ACTIVE,
+    f"{ALWAYS} DBO_DISPATCH=all_to_all": ACTIVE,
+    f"{ALWAYS} {MISFIT}": ACTIVE,
+    MISFIT: ALONE,
+}
+FEATURES = [
     (f"{TENSOR} --dtype=float16", ALWAYS, "fp16 needs the decoder layer's own scaling"),
-    (TENSOR, OFF, "DBO_MODE is off"),
-    (TENSOR, f"{ALWAYS} DBO_SPLIT=nano DBO_MICRO_BATCHES=3", ACTIVE),
-    (TENSOR, f"{ALWAYS} DBO_SIDE=on DBO_CHECK=races", ACTIVE),
-    (TENSOR, f"{ALWAYS} {MISFIT}", ACTIVE),
-    (f"{TENSOR} --enable-expert-parallel", ALWAYS, ACTIVE),
-    (f"{TENSOR} --enable-expert-parallel", f"{ALWAYS} DBO_DISPATCH=all_to_all", ACTIVE),
     (f"{TENSOR} {DRAFTS}", ALWAYS, ACTIVE),
+    (f"{TENSOR} --runner=pooling", ALWAYS, ACTIVE),
     (f"{TENSOR} --enable-lora", ALWAYS, MIXTURE),
     (f"{TENSOR} --enable-return-routed-experts", ALWAYS, "not supported yet: returning the routed experts"),
     (f"{TENSOR} {CONNECTOR}", ALWAYS, ACTIVE),  # in nano-batches
     (f"{TENSOR} {CONNECTOR}", f"{ALWAYS} DBO_SPLIT=micro", UNKNOWN),
     (f"{TENSOR} {CONNECTOR}", f"{ALWAYS} DBO_KV_CONNECTORS=LayerRecorder", ACTIVE),
-    (STAGES, "", ALONE),
-    (STAGES, OFF, "DBO_MODE is off"),
-    (EXPERTS, ALWAYS, ACTIVE),
-    (EXPERTS, OFF, "DBO_MODE is off"),
-    (EXPERTS, f"{ALWAYS} DBO_DISPATCH=all_to_all", ACTIVE),
 ]
 DENSE = [
     ("LlamaForCausalLM", f"{TENSOR} --enable-lora", ALWAYS, ACTIVE),
@@ -91,8 +88,16 @@ def test_a_servers_log_says_what_the_doctor_has_said(layout: str, setting: str, 
     assert ("the costs do not fit this server" in log) is (setting == MISFIT)
 
 
-@pytest.mark.parametrize(("layout", "setting", "reason"), DEEPSEEK)
-def test_an_engines_log_says_what_the_doctor_has_said(
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("setting", "reason"), SETTINGS.items())
+def test_an_engines_log_says_what_the_doctor_has_said_in_every_layout(
+    layout: str, setting: str, reason: str, engines: Engines, folder: Path, tmp_path: Path
+) -> None:
+    compare_engine(engines, TINY, layout.split(), setting, reason, folder, tmp_path / "log")
+
+
+@pytest.mark.parametrize(("layout", "setting", "reason"), FEATURES)
+def test_so_it_does_with_other_features_of_vllm(
     layout: str, setting: str, reason: str, engines: Engines, folder: Path, tmp_path: Path
 ) -> None:
     compare_engine(engines, TINY, layout.split(), setting, reason, folder, tmp_path / "log")
@@ -106,6 +111,18 @@ def test_so_does_that_of_other_models(
     if not model.exists():
         make_family(architecture, model)
     compare_engine(engines, model, layout.split(), setting, reason, folder, tmp_path / "log")
+
+
+def test_costs_that_an_engine_has_measured_are_used_in_its_own_layout_alone(
+    engines: Engines, folder: Path, tmp_path: Path
+) -> None:
+    measured = f"DBO_COSTS={tmp_path / 'costs.json'}"
+    by_costs = ACTIVE if find_transport() == "one host" else ALONE  # over shared memory, costs do not count
+    rows = [(TENSOR, f"DBO_CALIBRATE=1 {measured}", by_costs), (TENSOR, measured, by_costs), ("", measured, ALONE)]
+    for number, (layout, setting, reason) in enumerate(rows):
+        log = tmp_path / f"log{number}"
+        compare_engine(engines, TINY, layout.split(), setting, reason, folder, log)
+        assert ("the costs do not fit this server: parallel.tensor is 2" in log.read_text()) is (layout != TENSOR)
 
 
 def compare_engine(

@@ -44,7 +44,8 @@ class FakeLLM:
     def collective_rpc(self, name: str, **_: Any) -> list[Any]:
         if name != "dbo_statistics":
             self.told.append(f"{name}, {len(self._left)} running")
-        return [["states differ"]] if name == "soak_list_alarms" else [None]
+        told = {"soak_list_alarms": ["states differ"], "soak_list_failures": ["an op fails"]}
+        return [told.get(name)]
 
     def reset_prefix_cache(self) -> None:
         self.told.append("reset")
@@ -69,9 +70,11 @@ def test_costs_are_measured_once_while_nothing_runs_and_prefixes_stay(pause: int
         20: ["0", "1", "2", "3", measured],
         None: ["0", "1", "2", "3"],
     }
-    assert llm.told == ["reset", "soak_compare_first_steps, 0 running", *expected[pause], "soak_list_alarms, 0 running"]
+    asked = ["soak_list_alarms, 0 running", "soak_list_failures, 0 running"]
+    assert llm.told == ["reset", "soak_compare_first_steps, 0 running", *expected[pause], *asked]
     assert counts.calibrated == (pause is not None)
     assert counts.alarms == {"states differ": 1}
+    assert counts.failures == {"an op fails": 1}
     assert [*answers] == [0, 1, 2, 3]
 
 

@@ -152,8 +152,8 @@ def test_all_that_differs_is_listed_with_the_remedy() -> None:
     with pytest.raises(ConfigError) as raised:
         make_table().check_fits({"chip": "B", "platform": "cpu", "cores": "2"}, {"name": "toy"}, {})
     assert str(raised.value) == (
-        "the costs do not fit this server: machine.chip is 'A', here it is 'B'; machine.cores is None, here it is "
-        "'2'; parallel.tensor is 2, here it is None; calibrate anew: `dbo calibrate`."
+        "the costs do not fit this server: parallel.tensor is 2, here it is None; machine.chip is 'A', here it is 'B'; "
+        "machine.cores is None, here it is '2'; calibrate anew: `dbo calibrate`."
     )
 
 

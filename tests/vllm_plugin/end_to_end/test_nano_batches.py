@@ -13,9 +13,11 @@ from dbo_runtime.vllm_plugin.context.splitter import ContextSplitter
 from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
 from tests.support.vllm.costs import forget_costs, make_up_costs
 from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import find_transport
 from tests.support.vllm.equivalence import LENGTHS, MIXED, NANO, PROMPTS, assert_close, get_unsplit, run_in_nano_batches
 from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, LONG, generate, generate_in_nano_batches
 from tests.support.vllm.ranks import Ranks
+from tests.support.vllm.transport import set_transport
 
 
 @pytest.mark.parametrize("count", ["2", "3", "7"])
@@ -100,6 +102,7 @@ def test_a_model_without_micro_batches_has_nano_batches(
 @pytest.mark.parametrize(("count", "expected"), [("auto", 8), ("3", 3)])
 def test_with_costs_the_planner_chooses_how_many(two_ranks: Engine, count: str, expected: int) -> None:
     two_ranks.llm.collective_rpc(make_up_costs)
+    two_ranks.llm.collective_rpc(set_transport, args=("network",))  # over shared memory, costs do not count
     settings = {"DBO_MODE": "auto", "DBO_SPLIT": "nano", "DBO_MICRO_BATCHES": count, "DBO_PROBATION": "0"}
     try:
         before = two_ranks.statistics()
@@ -107,6 +110,7 @@ def test_with_costs_the_planner_chooses_how_many(two_ranks: Engine, count: str, 
         answers = two_ranks.generate(PROMPTS)
         plans = two_ranks.llm.collective_rpc(get_last_order)
     finally:
+        two_ranks.llm.collective_rpc(set_transport, args=(find_transport(),))
         two_ranks.llm.collective_rpc(forget_costs)
         two_ranks.configure(DBO_MODE="always")
     assert [after["nano"] - rank["nano"] for after, rank in zip(two_ranks.statistics(), before, strict=True)] == [1, 1]

@@ -20,6 +20,7 @@ from dbo_runtime.planner.online.split_choice import SplitChoice
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
 from tests.support.vllm.costs import Lines, calibrate_few, forget_costs, make_planner
 from tests.support.vllm.engine import Engine, make_prompt
+from tests.support.vllm.engines import find_transport
 from tests.support.vllm.equivalence import MIXED, PROMPTS, assert_close, run_unsplit
 from tests.support.vllm.transport import set_transport
 
@@ -289,7 +290,7 @@ def test_ranks_plan_and_learn_alike(two_ranks: Engine, tmp_path: Path) -> None:
         two_ranks.generate(PAIR, PERIOD_STEPS)
         first, second = two_ranks.llm.collective_rpc(tell_correction)
     finally:
-        two_ranks.llm.collective_rpc(set_transport, args=("shared memory",))
+        two_ranks.llm.collective_rpc(set_transport, args=(find_transport(),))
         two_ranks.llm.collective_rpc(forget_costs)
         two_ranks.configure()
     assert first == second
