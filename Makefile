@@ -18,8 +18,8 @@ CUDA_BIN := $(VENV)-cuda/bin
 # Of chosen files, none may have a slow test that needs root, or none that does not: pytest then ends with 5.
 OR_NONE = || test $$? -eq $(if $(SLOW_TESTS),5,0)
 KIT_SITE := .gpu_kit_cache/site
-NPU_SUITES := tests/standin/cann tests/devices tests/lab/doctor/test_torch_npu.py tests/engine/test_executor.py \
-	tests/gpu_kit/test_rehearsal.py
+NPU_TESTS_SLOW ?= tests/standin/cann
+NPU_SUITES := tests/standin/cann tests/devices tests/lab/doctor/test_torch_npu.py tests/engine/test_executor.py
 # Each process of pytest-xdist imports torch and vLLM by itself: more than eight gain nothing, however many cores there are.
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # Files that start engines stay whole, for these are shared in a file. Engines have processes and memory of their own.
@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend setup-cuda gpu-kit demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-ascend test-ascend-slow test-gpu-kit count-recipes test-upstream gpu-kit-rehearsal hardware test-compat record-adapters test-slow test-shards test-all test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
+	train test test-npu test-npu-slow test-ascend test-ascend-slow test-gpu-kit count-recipes test-upstream gpu-kit-rehearsal hardware test-compat record-adapters test-slow test-shards test-all test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
 
 help: ## list the words, those for every day first
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -81,7 +81,10 @@ test: setup ## run the tests but for the slow ones, and those of the NPU where t
 	else echo "test: left out the tests on torch_npu: their environment cannot be made, see above"; fi
 
 test-npu: setup-npu ##+ run the tests of devices on the real torch_npu, over a stand-in for CANN (g++); see NPU=required
-	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES) $(PARALLEL_FILES)
+	NPU_TESTS=$(NPU) $(NPU_BIN)/python -m pytest $(NPU_SUITES) -m "not slow" $(PARALLEL_FILES)
+
+test-npu-slow: setup-npu ##+ run the slow ones of them
+	NPU_TESTS=required $(NPU_BIN)/python -m pytest $(NPU_TESTS_SLOW) -m slow $(PARALLEL_FILES)
 
 test-ascend: ##+ run the tests inside the real vllm-ascend, over a stand-in for CANN (g++); see ASCEND=required, and ASCEND=0.23.0.post1
 	@if $(MAKE) setup-ascend; then \

@@ -28,6 +28,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", PLOTS)
 def test_a_plot_is_what_its_tables_say(section: str, tmp_path: Path) -> None:
     stored = (IMAGES / PLOTS[section].file).read_text()

@@ -157,6 +157,7 @@ def test_a_wrong_command_line_is_refused(words: str, says: str, monkeypatch: pyt
         BENCHES[bench].parse_arguments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", ["bench_two_hosts", "bench_serving"])
 def test_without_root_a_bench_ends_with_one_line(bench: str) -> None:
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
@@ -169,6 +170,7 @@ def test_without_root_a_bench_ends_with_one_line(bench: str) -> None:
     assert re.match("error: .*need root", done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_without_iproute2_a_bench_ends_with_one_line(tmp_path: Path) -> None:
     if os.geteuid() != 0:
@@ -199,6 +201,7 @@ def test_programs_end_where_another_cannot_be_started(tmp_path: Path) -> None:
     os.close(reader)
 
 
+@pytest.mark.slow
 def test_what_a_program_has_started_may_clean_up_when_all_end(tmp_path: Path) -> None:
     pipe, mark = tmp_path / "pipe", tmp_path / "mark"
     os.mkfifo(pipe)
@@ -295,6 +298,7 @@ sys.exit(run_program(main))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_an_interrupted_bench_leaves_nothing_behind() -> None:
     need_hosts()

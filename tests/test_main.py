@@ -147,6 +147,7 @@ def test_measurements_are_compared_with_what_the_model_says(capsys: pytest.Captu
     assert no_row.startswith("no row\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_break_even")
 def test_the_machine_s_network_and_the_busiest_rank_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--micro-batches", "2", "--json")
@@ -226,6 +227,7 @@ def test_a_sweep_of_one_axis_has_all_figures(costs: str, capsys: pytest.CaptureF
     ]
 
 
+@pytest.mark.slow
 def test_a_sweep_of_two_axes_is_a_table_up_to_a_thousand_chips(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     note, blank, head, *rows = run_plan(
         capsys, "--costs", costs, "--sweep", "bandwidth,tp", "--micro-batches", "2"
@@ -329,6 +331,7 @@ def test_a_misspelt_command_has_a_neighbour(capsys: pytest.CaptureFixture[str]) 
     assert "there is no command 'plann'; did you mean plan?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "meant"),
     [

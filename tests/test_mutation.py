@@ -142,6 +142,7 @@ def test_a_sample_stays_when_lines_move_and_changes_with_the_seed() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_tests_kill_what_they_notice(tmp_path: Path) -> None:
     """Here, and in processes that they start; what hangs is ended, and what makes no difference survives."""
     (tmp_path / "tiny.py").write_text(SOURCE)
@@ -161,6 +162,7 @@ def test_tests_kill_what_they_notice(tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_tests_that_depend_on_their_order_say_nothing_of_a_mutant(tmp_path: Path) -> None:
     """They would fail whatever the mutant does, because quick ones run before slow ones."""
     (tmp_path / "tiny.py").write_text(SOURCE)

@@ -52,6 +52,7 @@ def packages(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_where_the_environment_exists_a_build_that_fails_fails_the_tests(programs: Path, packages: Path) -> None:
     tests = ("ascend/test_settings.py", "standin/cann/test_cann.py", "devices/test_contract.py")
     path = f"{programs}:{os.environ['PATH']}"
@@ -66,6 +67,7 @@ def test_where_the_environment_exists_a_build_that_fails_fails_the_tests(program
     assert (programs / "g++.log").read_text().count("build") == len(tests), "a build that failed was repeated"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("required", "status", "verdict"),
     [

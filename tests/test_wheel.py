@@ -48,6 +48,7 @@ def run(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=site.parent, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_every_package_is_imported_from_the_wheel(site: Path) -> None:
     modules = pkgutil.walk_packages([str(ROOT / "dbo_runtime")], "dbo_runtime.")
     packages = ["dbo_runtime", "dbo_models", *(module.name for module in modules if module.ispkg)]
@@ -58,6 +59,7 @@ def test_every_package_is_imported_from_the_wheel(site: Path) -> None:
     assert all(Path(file).is_relative_to(site) for file in done.stdout.split())
 
 
+@pytest.mark.slow
 def test_the_wheel_plans_a_published_case(site: Path) -> None:
     done = run(
         site, "-m", "dbo_runtime", "plan", "--costs", "r1-tp16-941", "--policy", "alternate", "--micro-batches", "2"

@@ -75,6 +75,7 @@ def start(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code])
 
 
+@pytest.mark.slow
 def test_ranks_end_together() -> None:
     assert wait_for([start(""), start("import time; time.sleep(0.5)")], 30) is None
     begin = time.monotonic()

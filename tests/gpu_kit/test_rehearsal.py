@@ -1,12 +1,10 @@
-"""The whole kit, from `run.sh` on, where there is no GPU: each part writes its results, and they make sense.
+"""The whole kit, from `run.sh` on, on vLLM's CPU build: each part writes its results, and they make sense.
 
-In the environment of vLLM on its CPU build; in that of torch_npu on the stand-in for CANN.
+`tests/standin/cann/test_gpu_kit.py` runs the parts of the device over the stand-in for CANN.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import subprocess
 import tarfile
@@ -15,37 +13,18 @@ from typing import Any
 
 import pytest
 
+from tests.support.rehearsals import check_devices, find_failures, read
 from tools.gpu_kit.evidence import ResultsError, read_results
 from tools.gpu_kit.parts.equal import CUTS
 from tools.gpu_kit.plan import PARTS
-from tools.gpu_kit.record import MOST_FILES, NOT_HERE
+from tools.gpu_kit.record import NOT_HERE
 from tools.gpu_kit.rehearse import make_kit, rehearse
 
 ROOT = Path(__file__).parents[2]
-ON_DEVICES = ("smoke", "core/measured", "core/races", "frees")  # the other tests of devices run by themselves
-
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
-needs_npu = pytest.mark.skipif(
-    importlib.util.find_spec("torch_npu") is None or importlib.util.find_spec("vllm") is not None,
-    reason="`make test-npu` has an environment for it",
-)
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """Return the results of a rehearsal, as they come back."""
-    out = folder / "out"
-    assert len(list(out.iterdir())) <= MOST_FILES
-    content: dict[str, Any] = json.loads((out / "results.json").read_text())
-    return content
-
-
-def find_failures(content: dict[str, Any]) -> dict[str, str]:
-    return {name: part["failed"] for name, part in content["parts"].items() if part["failed"]}
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@needs_vllm
 def test_all_parts_run_on_vllms_cpu_build(tmp_path: Path) -> None:
     status = rehearse(tmp_path, "cpu")
     content = read(tmp_path)
@@ -53,7 +32,7 @@ def test_all_parts_run_on_vllms_cpu_build(tmp_path: Path) -> None:
     assert status == 0
     parts = {name: part["results"] for name, part in content["parts"].items()}
     assert set(parts) == {part.name for part in PARTS}
-    _check_devices(parts)
+    check_devices(parts)
     for name in ("llama", "mla"):
         _check_equal(parts["equal"][name])
     assert parts["equal"]["llama-second"].startswith(NOT_HERE)
@@ -78,7 +57,6 @@ def test_all_parts_run_on_vllms_cpu_build(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@needs_vllm
 def test_a_second_call_runs_one_job_and_unpacks_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert rehearse(tmp_path, "cpu", ["smoke"]) == 0
     assert "gpu_kit: unpacked" in capfd.readouterr().err
@@ -88,31 +66,6 @@ def test_a_second_call_runs_one_job_and_unpacks_nothing(tmp_path: Path, capfd: p
     parts = read(tmp_path)["parts"]
     assert parts["smoke"] == before
     assert set(parts["core"]["results"]) == {"measured"}
-
-
-@needs_npu
-def test_parts_of_the_device_run_over_the_stand_in(tmp_path: Path) -> None:
-    status = rehearse(tmp_path, "npu", list(ON_DEVICES))
-    content = read(tmp_path)
-    assert find_failures(content) == {}
-    assert status == 0
-    assert content["machine"]["chip"] == "stand-in for CANN"
-    parts = {name: part["results"] for name, part in content["parts"].items()}
-    _check_devices(parts)
-    assert parts["core"]["measured"]["graph"]["equal"] is True
-    assert parts["core"]["measured"]["us an instruction of empty ops"]["stream switches"] > 0
-    assert parts["core"]["races"]["tests"]["passed"] > 0
-
-
-def _check_devices(parts: dict[str, Any]) -> None:
-    measured = parts["core"]["measured"]
-    assert set(measured["equal to the loop, to the bit"].values()) == {True}
-    shares = [each for name, each in measured.items() if name.startswith("communication ")]
-    assert len(shares) == 4
-    assert all(share["gain"] > 0 and share["us an instruction"] > 0 for share in shares)
-    assert all(rate > 0 for rate in parts["smoke"]["rates"].values())
-    assert parts["frees"]["schedules"]["exit"] == 0
-    assert parts["frees"]["fault"]["watched by"].startswith(NOT_HERE)
 
 
 def _check_equal(engine: dict[str, Any]) -> None:

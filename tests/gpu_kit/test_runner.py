@@ -76,6 +76,7 @@ def test_results_are_kept_by_part_with_how_it_ended(kit: Kit) -> None:
     assert 0 <= one["seconds"] < LIMIT
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_killed_with_all_that_it_started_and_the_rest_goes_on(kit: Kit, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     assert not kit.run(make_part("hangs", "fork and hang", str(pids), limit=5.0), make_part("next", "well"), seconds=90)
@@ -147,6 +148,7 @@ def test_without_time_left_a_part_is_not_begun_and_what_was_found_before_stays(k
     assert kit.parts["other"]["exit"] is None
 
 
+@pytest.mark.slow
 def test_a_limit_is_never_more_than_the_time_that_is_left(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "LEAST_SECONDS", 1.0)
     start = time.monotonic()
@@ -174,6 +176,7 @@ def test_parts_that_measure_no_times_run_side_by_side(kit: Kit, tmp_path: Path) 
     assert kit.run(make_part("a", "meet", a, b, is_timed=False), make_part("b", "meet", b, a, is_timed=False))
 
 
+@pytest.mark.slow
 def test_parts_that_measure_times_run_alone(kit: Kit) -> None:
     parts = [make_part("a", "sleep", "0.2", is_timed=False), *(make_part(name, "sleep", "0.2") for name in "bc")]
     assert kit.run(*parts)
@@ -181,6 +184,7 @@ def test_parts_that_measure_times_run_alone(kit: Kit) -> None:
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
+@pytest.mark.slow
 def test_no_more_processes_run_at_once_than_there_is_room_for(kit: Kit) -> None:
     part = Part("equal", (tuple(Job(name, LIMIT, ("sleep", "0.3")) for name in "abc"),))
     assert kit.run(part, at_once=1)

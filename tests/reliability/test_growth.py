@@ -17,6 +17,7 @@ from tests.support.reliability.served_growth import serve_mixed
 WARM, MORE = 1_500, 1_500
 
 
+@pytest.mark.slow
 def test_no_container_of_a_runtime_grows_without_a_bound() -> None:
     runtime = open_runtime()
     steps = serve(runtime, WARM + MORE)

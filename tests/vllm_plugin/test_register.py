@@ -74,6 +74,7 @@ def validate_environ():
 """
 
 
+@pytest.mark.slow
 def test_turned_off_it_only_makes_the_variable_known_to_vllm() -> None:
     code = """
 import sys, vllm.plugins, vllm.envs
@@ -148,6 +149,7 @@ print(envs.VLLM_ASCEND_ENABLE_DBO)
     assert run_fresh(VALIDATE + code, **{ENABLE: "1"}).stdout.splitlines()[-2:] == ["True True True", "1"]
 
 
+@pytest.mark.slow
 def test_an_unsupported_version_of_vllm_is_told_of_and_left_as_it_is() -> None:
     code = """
 import sys, vllm

@@ -15,11 +15,16 @@ from types import MappingProxyType
 from .catalogue import Shard, is_within
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-ASCEND = "tests/ascend"
+ASCEND, NPU = "tests/ascend", "tests/standin/cann"  # each has an environment of its own
 BENCHMARKS = "tests/benchmarks"  # run when named
 # The word of `make` that runs tests in a folder, by whether they are slow. Others run with `make test`.
 WORDS = MappingProxyType(
-    {(ASCEND, True): "test-ascend-slow", (ASCEND, False): "test-ascend", ("tests", True): "test-slow"}
+    {
+        (ASCEND, True): "test-ascend-slow",
+        (ASCEND, False): "test-ascend",
+        (NPU, True): "test-npu-slow",
+        ("tests", True): "test-slow",
+    }
 )
 
 
@@ -27,7 +32,7 @@ def check_shards(root: Path, shards: Sequence[Shard]) -> list[str]:
     """Say which tests no shard of their word holds, which are in two, and which shards name what holds no such test."""
     complaints: list[str] = []
     for (folder, slow), word in WORDS.items():
-        files = [file for file in list_files(root) if is_within(file, ASCEND) == (folder == ASCEND)]
+        files = [file for file in list_files(root) if find_folder(file) == folder]
         tests = [test for file in files for test in list_tests(root, file, slow)]
         own = [shard for shard in shards if shard.word.variable and shard.word.text.split()[0] == word]
         complaints += describe(word, tests, own)
@@ -44,6 +49,11 @@ def describe(word: str, tests: Sequence[str], shards: Sequence[Shard]) -> Iterat
         for entry in shard.tests:
             if not any(is_within(test, entry) for test in tests):
                 yield f"{shard.name} names {entry}, which has no test for {word}"
+
+
+def find_folder(file: str) -> str:
+    """Return the folder whose tests a file is run with."""
+    return next((folder for folder in (ASCEND, NPU) if is_within(file, folder)), "tests")
 
 
 def list_files(root: Path) -> list[str]:

@@ -135,6 +135,7 @@ def calibrate(monkeypatch: pytest.MonkeyPatch, host: Host, *words: str) -> int:
     return status
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_in_a_folder")
 def test_the_command_hands_all_other_arguments_to_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -415,6 +415,7 @@ def test_ranks_calibrate_to_the_same_costs(two_ranks: Engine, tmp_path: Path) ->
     assert re.search(r"missing\.json cannot be read", missing[0])
 
 
+@pytest.mark.slow
 def test_ranks_prepare_the_same_orders_or_do_not_plan(two_ranks: Engine, tmp_path: Path) -> None:
     """vLLM's default of `max_num_seqs` is another one on a node without a server."""
     path = tmp_path / "costs.json"

@@ -157,6 +157,7 @@ def test_a_stage_is_given_tokens_that_differ_and_the_same_ones_each_time() -> No
     assert len(filled[0]["hidden_states"].unique(dim=0)) == 16
 
 
+@pytest.mark.slow
 def test_one_rank_measures_every_op_alone_at_every_load(one_rank: Engine) -> None:
     program = one_rank.runner.get_model().forward.runtime.program
     ops = name_ops(program)
@@ -243,6 +244,7 @@ def test_tensor_parallel_ranks_measure_the_same(two_ranks: Engine) -> None:
     assert two_ranks.generate(PROMPTS, tokens=4) == before
 
 
+@pytest.mark.slow
 def test_ranks_stop_at_the_same_shape(two_ranks: Engine) -> None:
     (found, told), (other, said) = two_ranks.llm.collective_rpc(measure_few, args=(0.25,))
     assert found == other

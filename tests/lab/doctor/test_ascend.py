@@ -50,6 +50,7 @@ def test_an_npu_that_works_is_counted(ascend: Surroundings) -> None:
     assert found["vllm-ascend"]["state"] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "said"),
     [

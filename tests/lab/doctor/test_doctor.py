@@ -71,6 +71,7 @@ def test_an_untested_vllm_is_served_with_a_warning(core: Surroundings) -> None:
     assert found["vLLM"]["remedy"] == f"install one that is tested: {describe_tested()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "state", "said", "remedy"),
     [

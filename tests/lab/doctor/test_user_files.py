@@ -129,6 +129,7 @@ def test_a_model_with_an_adapter_is_split(tmp_path: Path) -> None:
     assert "split by dbo_models.deepseek.DeepseekAdapter" in found.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "said"),
     [

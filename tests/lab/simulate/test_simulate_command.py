@@ -47,6 +47,7 @@ def test_prices_grow_with_what_is_in_a_step_and_with_imbalance(times: tuple[Step
     assert decided.price(512, 0)[0] < 0.95 * unsplit.price(512, 0)[0]
 
 
+@pytest.mark.slow
 def test_a_simulation_is_printed_and_repeats_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["simulate", *SHORT.split(), "--ttft", "5"]) == 0
     text = capsys.readouterr().out
@@ -58,6 +59,7 @@ def test_a_simulation_is_printed_and_repeats_itself(capsys: pytest.CaptureFixtur
     assert len(figures["seeds"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["r1-tp16-941", "r1-decode-12708"])
 def test_a_case_without_dispatch_or_with_more_ranks_needs_no_further_argument(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

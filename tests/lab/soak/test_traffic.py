@@ -26,6 +26,7 @@ def list_requests(rounds: list[Round]) -> list[Request]:
     return [request for each in rounds for request in each.requests.values()]
 
 
+@pytest.mark.slow
 def test_a_round_is_the_same_whatever_else_is_drawn() -> None:
     first = draw_round(FULL, 3, SIZE, 1)
     draw_round(FULL, 2, SIZE, 1)
@@ -36,6 +37,7 @@ def test_a_round_is_the_same_whatever_else_is_drawn() -> None:
     assert len(first.requests) == SIZE
 
 
+@pytest.mark.slow
 def test_all_kinds_of_requests_are_drawn(drawn: list[Round]) -> None:
     requests = list_requests(drawn)
     counts = Counter(feature for request in requests for feature in request.features)
@@ -51,6 +53,7 @@ def test_all_kinds_of_requests_are_drawn(drawn: list[Round]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_only_some_rounds_have_what_vllm_itself_is_wrong_with(drawn: list[Round]) -> None:
     having = {
         each.number for each in drawn for request in list_requests([each]) if "allowed_token_ids" in request.sampling
@@ -58,6 +61,7 @@ def test_only_some_rounds_have_what_vllm_itself_is_wrong_with(drawn: list[Round]
     assert having == {ALLOWED_EVERY - 1}
 
 
+@pytest.mark.slow
 def test_requests_fit_and_ask_only_for_what_there_is(drawn: list[Round]) -> None:
     lacking = replace(FULL, lacking=frozenset({"seed", "prompt_logprobs"}))
     less = [(abilities, [draw_round(abilities, 0, SIZE, 0)]) for abilities in (BARE, lacking)]
@@ -83,6 +87,7 @@ def test_most_prompts_are_their_own(drawn: list[Round]) -> None:
         assert 0.8 * SIZE <= len(seeds) < SIZE
 
 
+@pytest.mark.slow
 def test_prompts_share_prefixes() -> None:
     requests = draw_round(FULL, 0, SIZE, 0).requests.values()
     sharing = [request.prompt for request in requests if request.prompt.prefix == 0]
@@ -119,6 +124,7 @@ def test_a_model_that_pools_is_asked_for_all_that_its_pooler_does() -> None:
     assert not any(request.sampling or request.structure for request in requests)
 
 
+@pytest.mark.slow
 def test_rounds_pause_while_requests_are_to_come_if_that_is_asked_for() -> None:
     plain = draw_round(FULL, 0, SIZE, 0)
     paused = [draw_round(FULL, number, SIZE, 0, pauses=True) for number in range(ROUNDS)]

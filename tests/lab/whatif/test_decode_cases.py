@@ -53,6 +53,7 @@ def list_options(name: str, count: int, side: str) -> tuple[Prediction, ...]:
     return open_estimator(name).list_options(make_decodes(count), RuntimeConfig(side=side))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_keys_concurrent_with_queries_alone_bring_about_one_percent(name: str) -> None:
     """As vllm-ascend #1353 measured; a lane for communication runs concurrently in both."""
@@ -68,6 +69,7 @@ def test_keys_concurrent_with_queries_alone_bring_about_one_percent(name: str) -
         assert 0.005 < (without - side_ops) / predictor.predict_unsplit(features) < 0.015
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_FAST)
 def test_two_micro_batches_gain_the_more_the_more_decodes_there_are(name: str) -> None:
     gains = [list_options(name, count, "off")[0].gain for count in (32, 96, 192, 384)]
@@ -75,6 +77,7 @@ def test_two_micro_batches_gain_the_more_the_more_decodes_there_are(name: str) -
     assert gains[1] < 0 < gains[-1]  # at 96, where CloudMatrix-Infer measured 9.4 %, the model says that it loses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_FAST)
 def test_the_runtime_declines_few_decodes_and_splits_many(name: str) -> None:
     assert not any(option.pays(MARGIN) for option in list_options(name, 192, "off"))
@@ -100,6 +103,7 @@ SHORT = set_layers(get_case("r1-decode-910c").table, (1, 2))
 FACTORS = st.floats(1.0, 2.5)
 
 
+@pytest.mark.slow
 @settings(max_examples=scale(25), deadline=None)
 @given(st.integers(2, 400), st.tuples(FACTORS, FACTORS, FACTORS), st.integers(2, 3))
 def test_concurrent_ops_are_never_predicted_to_lose(count: int, factors: tuple[float, ...], parts: int) -> None:

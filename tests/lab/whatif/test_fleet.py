@@ -111,6 +111,7 @@ def rows() -> list[FleetRow]:
     ]
 
 
+@pytest.mark.slow
 def test_ranges_contain_what_the_published_costs_predict(rows: list[FleetRow]) -> None:
     for row in rows:
         for figure in (row.speed_up, row.throughput, row.saved, row.needed):
@@ -124,6 +125,7 @@ def test_chips_are_saved_where_the_runtime_splits_and_only_there(rows: list[Flee
     assert split.saved.point == pytest.approx(split.needed.point * (1 - 1 / split.speed_up.point))
 
 
+@pytest.mark.slow
 def test_a_die_is_half_a_chip(rows: list[FleetRow]) -> None:
     row = rows[1]
     assert row.ranks == 32
@@ -132,6 +134,7 @@ def test_a_die_is_half_a_chip(rows: list[FleetRow]) -> None:
     assert row.throughput.point == pytest.approx(2 * alone.throughput.point)
 
 
+@pytest.mark.slow
 def test_a_fleet_is_predicted_the_same_each_time(rows: list[FleetRow]) -> None:
     assert predict_fleet(rows[1].case, 16, SETTINGS) == rows[1]
 

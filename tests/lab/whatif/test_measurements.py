@@ -28,6 +28,7 @@ SLOW = [
 NAMES = [f"{each.case}-{each.size}-{each.context}" for each in MEASUREMENTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "measurement",
     [

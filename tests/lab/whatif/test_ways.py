@@ -17,6 +17,7 @@ from tests.support.programs import record_toy
 DECODES = ["plan", "--costs", "r1-tp16-941", "--decodes", "128", "--context", "4096", "--ways"]
 
 
+@pytest.mark.slow
 def test_the_order_alone_is_fastest_for_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(DECODES) == 0
     rows = capsys.readouterr().out.splitlines()
@@ -24,6 +25,7 @@ def test_the_order_alone_is_fastest_for_decodes(capsys: pytest.CaptureFixture[st
     assert [row.split()[0] for row in rows if "*" in row] == ["order"]
 
 
+@pytest.mark.slow
 def test_figures_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*DECODES, "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)
@@ -36,6 +38,7 @@ def test_figures_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert min(ways, key=lambda way: way["seconds"])["name"] == "order alone"
 
 
+@pytest.mark.slow
 def test_micro_batches_are_fastest_for_the_published_prefill() -> None:
     case = get_case("r1-tp16-941")
     ways = compare_ways(case.table, Batch((4096,) * 4, 4 * 4096), RuntimeConfig())

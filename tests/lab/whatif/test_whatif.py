@@ -140,6 +140,7 @@ def test_communication_has_the_share_that_was_published(name: str, share: float)
     assert lanes["comm"] / unsplit == pytest.approx(share, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "expected"), [(8, 1.639), (61, 1.6745)])
 def test_the_a3_layer_without_overheads_gains_what_theory_says(layers: int, expected: float) -> None:
     table, batch = open_case("a3-layer-4894")
@@ -158,6 +159,7 @@ def test_overheads_make_the_a3_layer_gain_less() -> None:
     assert 1.55 < answer.speed_up(split.seconds) < 1.639
 
 
+@pytest.mark.slow
 def test_the_910b_profile_is_bounded_by_its_free_time() -> None:
     table, batch = open_case("910b-profile-4894")
     answer = predict_step(table, batch, IN_THREE)
@@ -309,6 +311,7 @@ def test_one_token_less_than_break_even_does_not_pay() -> None:
     assert [found is not None and found.pays(0.05) for found in gains] == [False, True]
 
 
+@pytest.mark.slow
 def test_an_estimate_from_few_layers_is_that_of_all() -> None:
     table, batch = open_case("a3-layer-4894")
     answer, split = predict_in_two(table, batch)
@@ -548,6 +551,7 @@ def test_a_sweep_of_tokens_resizes_the_step() -> None:
     assert unsplit == pytest.approx([tokens * 4e-6 for tokens in GRIDS["tokens"]])
 
 
+@pytest.mark.slow
 def test_faster_networks_leave_less_to_hide() -> None:
     table, batch = open_case("910c-share-5591")
     gains = [cell.prediction.gain for cell in sweep(table, batch, IN_TWO, ("bandwidth",)) if cell.prediction]

@@ -106,6 +106,7 @@ def test_a_program_comes_back_as_it_was(name: str) -> None:
     assert strip(build_program(describe_program(program))) == strip(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_comes_back_has_the_same_schedule(name: str) -> None:
     program = PROGRAMS[name]

@@ -64,6 +64,7 @@ def assert_comes_back(program: Program) -> None:
     assert lower_two(found) == lower_two(strip(program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_programs_of_every_form_come_back_from_a_cost_file(name: str) -> None:
     forms, checked = [], set()
@@ -89,6 +90,7 @@ def find_names(adapter: ModelAdapter) -> set[str]:
     return {op.name for _, program in record_forms(adapter) for op in program.ops}
 
 
+@pytest.mark.slow
 def test_the_forms_have_what_models_are_made_of() -> None:
     """So that these tests see each of it."""
     names = set[str]().union(*map(find_names, ADAPTERS.values()))

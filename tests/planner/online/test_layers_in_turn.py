@@ -55,6 +55,7 @@ def keeps(order: NamedOrder) -> bool:
     return keeps_layers(order.programs[mb].ops[position] for mb, position in order.order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [("optimal", 0), ("alternate", 0)])
 @pytest.mark.parametrize("name", EVERY)
 def test_every_order_that_is_prepared_keeps_layers_in_turn(name: str, policy: tuple[str, int]) -> None:

@@ -67,6 +67,7 @@ def choose(planner: Planner, batch: Batch, **settings: Any) -> SplitChoice:
     return choice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("count", "is_divided"), [(2, False), (3, False), (8, False), (3, True)])
 def test_a_prediction_is_the_end_of_a_simulation_of_all_ops(case: str, count: int, is_divided: bool) -> None:
@@ -121,6 +122,7 @@ def test_attention_stays_one_op_where_the_ops_that_it_is_divided_into_have_no_co
     assert planner.digest == expected.digest != ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_are_chosen_for_prefills_that_have_both(case: str) -> None:
     planner = make_planner(case, PREFILL)
@@ -132,6 +134,7 @@ def test_micro_batches_are_chosen_for_prefills_that_have_both(case: str) -> None
     assert both.split <= nano.split < both.unsplit
 
 
+@pytest.mark.slow
 def test_the_order_alone_is_chosen_for_decodes_that_lose_if_they_are_cut() -> None:
     planner = make_planner("r1-tp16-941", DECODES)
     assert isinstance(planner.choose(DECODES, RuntimeConfig(split="micro", probation=False)), Decline)
@@ -140,6 +143,7 @@ def test_the_order_alone_is_chosen_for_decodes_that_lose_if_they_are_cut() -> No
     assert prediction.gain > 0.05
 
 
+@pytest.mark.slow
 def test_a_remembered_decision_is_adapted_to_a_step_of_another_size() -> None:
     planner = make_planner("r1-tp16-941", PREFILL)
     first = choose(planner, PREFILL, mode="auto", split="nano")
@@ -159,6 +163,7 @@ def test_ranks_share_nano_batches_by_their_numbers_of_tokens() -> None:
     assert isinstance(planner.choose_data_parallel([9000, 1], config), Decline)
 
 
+@pytest.mark.slow
 def test_a_step_of_which_only_the_tokens_are_known_has_nano_batches() -> None:
     planner = make_planner("r1-tp16-941", PREFILL)
     choice = planner.choose_unread([16_384], RuntimeConfig(split="auto", probation=False))
@@ -166,6 +171,7 @@ def test_a_step_of_which_only_the_tokens_are_known_has_nano_batches() -> None:
     assert choice.prediction.nano_batches > 1
 
 
+@pytest.mark.slow
 def test_ranks_that_could_not_have_micro_batches_have_nano_batches_only() -> None:
     planner = make_planner("r1-tp16-941", PREFILL)
     config = RuntimeConfig(split="auto", probation=False)
@@ -177,6 +183,7 @@ def test_ranks_that_could_not_have_micro_batches_have_nano_batches_only() -> Non
     assert len(unread.sizes) == unread.prediction.nano_batches > 1
 
 
+@pytest.mark.slow
 def test_books_are_made_once_for_each_policy() -> None:
     planner = make_planner("r1-tp16-941", PREFILL)
     known: dict[str, Any] = {}

@@ -75,6 +75,7 @@ def test_a_prompt_is_split_where_that_pays(kind: type[Planner]) -> None:
     assert choice.sizes == ()
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_prompt_stays_unsplit_where_split_steps_took_longer_than_predicted_by_as_much_as_is_gained(
     kind: type[Planner],
@@ -393,6 +394,7 @@ def test_every_rank_comes_to_the_same_choice(kind: type[Planner]) -> None:
     )
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("largest", [64, 512, 4096])
 def test_the_largest_rank_decides(kind: type[Planner], largest: int) -> None:

@@ -86,6 +86,7 @@ def count_evaluations(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> list
 # Against the planner that searches and simulates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES)
 def test_steps_are_decided_as_by_a_search_and_a_simulation(name: str) -> None:
     """Where decisions differ, the gain is near the margin, or near nothing in the worst case."""
@@ -105,6 +106,7 @@ def test_steps_are_decided_as_by_a_search_and_a_simulation(name: str) -> None:
     assert differing <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_step_is_predicted_to_take_what_a_simulation_says(name: str) -> None:
     machine, rng = MACHINES[name], random.Random(name)
@@ -124,6 +126,7 @@ def test_a_step_is_predicted_to_take_what_a_simulation_says(name: str) -> None:
     assert errors[len(errors) // 2] < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alike", "unlike", "unlike, contended", "side"])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_a_step_that_cannot_be_cut_evenly_is_predicted_as_closely(name: str, parts: int) -> None:
@@ -138,6 +141,7 @@ def test_a_step_that_cannot_be_cut_evenly_is_predicted_as_closely(name: str, par
             assert choice.prediction.split == pytest.approx(simulate(machine, batch, choice), rel=0.05), lengths
 
 
+@pytest.mark.slow
 def test_nothing_is_searched_for_lowered_or_simulated_once_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     planners = [MACHINES[name].open_planner() for name in ("unlike, contended", "side")]
     for planner in planners:

@@ -97,6 +97,7 @@ def test_what_can_start_first_goes_first_as_fast_as_in_the_table(row: Row) -> No
     assert find_speed_up(row, measure_order(jobs, order_greedily(jobs))) == row.greedy
 
 
+@pytest.mark.slow
 @ROWS
 def test_three_micro_batches_are_at_least_as_fast_as_in_the_table(row: Row) -> None:
     found = find_order(make_jobs_of(share_chain(row.layer, LAYERS, 3)))

@@ -145,6 +145,7 @@ def assert_near(found: Tensors, expected: Tensors) -> None:
         torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("sparse_mode", [NO_MASK, CAUSAL, CAUSAL_FROM_THE_END])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -273,6 +274,7 @@ def older_chip(standin: StandIn) -> dict[str, tuple[Tensors, list[str]]]:
         return process.submit(call_on_older_chip).result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["V3", "V4"])
 def test_older_chips_have_older_versions(older_chip: dict[str, tuple[Tensors, list[str]]], version: str) -> None:
     found, kernels = older_chip[version]

@@ -32,6 +32,7 @@ def list_work(kernels: list[Kernel]) -> list[Kernel]:
     return [kernel for kernel in kernels if kernel.name not in ORDERING]
 
 
+@pytest.mark.slow
 def test_a_trace_shows_what_ran_where_and_when(standin: StandIn, gate: StreamGate) -> None:
     first, second = make_streams(2)
     value = torch.ones(4, device="npu")

@@ -131,6 +131,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_who_waits_in_vain_learns_for_whom_and_at_once_the_second_time(pair: Ranks) -> None:
     (first, second), _ = pair.run(wait_in_vain)
     assert "HcclAllReduce of 4 x float32" in first
@@ -164,6 +165,7 @@ def test_a_data_type_that_the_stand_in_lacks_is_refused(pair: Ranks) -> None:
         assert "the stand-in has no HCCL data type 15" in failure
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_missed_by_the_other_and_no_process_stays(pair: Ranks) -> None:
     """The next job gets new processes."""
     assert pair.run(add_up) == [2.0, 2.0]

@@ -218,6 +218,7 @@ def free_what_another_stream_waits_for(rank: Rank, record: bool) -> bool:
     return used_again
 
 
+@pytest.mark.slow
 def test_a_work_holds_the_stream_that_waits_for_it_and_no_other(pair: Ranks) -> None:
     pair.run(wait_on_another_stream)
 

@@ -227,6 +227,7 @@ def choose(bench: Bench) -> tuple[SplitChoice, Timeline]:
 
 # Decodes read all weights for however few tokens, so halves take as long as all of it, and cutting does not pay; where
 # halves take half as long, as in prefills, it does.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "shrinks", "seconds"),
     [(UNSPLIT, False, PUBLISHED), (HALVES, True, PUBLISHED), (UNSPLIT, False, LONG_KEYS)],
@@ -265,6 +266,7 @@ def test_keys_run_with_queries_where_the_planner_wants_it_and_the_step_takes_wha
     pytest.fail(f"(predicted, measured, keys concurrent with queries that were planned, or did not come): {tried}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [UNSPLIT, HALVES], ids=["not cut", "in two"])
 def test_shared_experts_are_concurrent_with_gate_and_dispatch(
     standin: StandIn, device: Any, parts: Sequence[slice]
@@ -291,6 +293,7 @@ def test_without_the_lane_no_ops_of_a_micro_batch_compute_concurrently(
     assert timeline.measure_concurrent_share("gate", "shared_experts", same=True) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_latent", [True, False])
 @pytest.mark.parametrize("kept", ["keys", "shared_experts", None])
 def test_results_are_those_of_the_sequential_loop_however_long_kernels_take(

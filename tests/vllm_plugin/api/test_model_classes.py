@@ -52,6 +52,7 @@ def test_an_architecture_has_the_adapter_of_its_backbone(architecture: str, adap
     assert (None if found is None else name_adapter(found)) == (adapter and f"dbo_models.{adapter}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     [

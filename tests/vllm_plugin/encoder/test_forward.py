@@ -55,6 +55,7 @@ def count_operations(family: str, ranks: int) -> list[float]:
     return [patches * (linear + 4 * 64 / ranks * lengths[frame]) for patches, frame in ((16, 16), (64, 64), (128, 64))]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("ranks", "batches"),
@@ -79,6 +80,7 @@ def test_planned_split_or_unsplit_embeddings_are_vllms_own(
         assert sum(rank["reads"]["planned"].values()) == (4 if family == "qwen2.5" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_lengths_that_the_first_block_left_for_all_are_found_out(tmp_path: Path, engines: Engines) -> None:
     """The mistake of vllm-ascend #6448: blocks that attend within whole images were given windows."""

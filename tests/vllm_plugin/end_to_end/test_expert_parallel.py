@@ -212,6 +212,7 @@ def measure_on_rank(engine: Engine, rank: int) -> Measurements:
     return found
 
 
+@pytest.mark.slow
 @one_dispatch
 def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) -> None:
     found, other = data_parallel.run(measure_on_rank)
@@ -225,6 +226,7 @@ def test_data_parallel_ranks_measure_dispatch_alone_too(data_parallel: Ranks) ->
 COUNTS = ((500, 400), (64, 2000), (3, 5), (1, 8))  # tokens of both ranks
 
 
+@pytest.mark.slow
 @one_dispatch
 def test_data_parallel_ranks_that_calibrated_decide_alike_and_answer_as_unsplit(data_parallel: Ranks) -> None:
     """On one host, too, costs may say that it pays; DBO_CHECK compares in each step what ranks are about to do."""

@@ -55,6 +55,7 @@ def test_the_model_is_served_unsplit_for_the_error_of_its_adapter(
     assert re.search(f"reason={reason}  detail={detail.format(re.escape(MESSAGE))}{VERSION}", line), line
 
 
+@pytest.mark.slow
 def test_ranks_whose_op_fails_decline_together(model: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {**OPTIONS, "worker_extension_cls": "tests.support.vllm.failing.Extension"}
     with engines.start(2, share_cores(), model, {VARIABLE: "op"}, **options) as engine:

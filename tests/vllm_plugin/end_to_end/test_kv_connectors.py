@@ -43,6 +43,7 @@ def recorded(engines: Engines) -> Engine:
     return engines.get(2, share_cores(), settings=DECLARED, **RECORDER)
 
 
+@pytest.mark.slow
 def test_two_ranks_tell_a_connector_the_same_as_in_unsplit_steps(recorded: Engine) -> None:
     examine_calls(recorded)
 

@@ -39,6 +39,7 @@ def count_nano(engine: Engine) -> int:
     return int(count)
 
 
+@pytest.mark.slow
 def test_a_connector_that_is_not_known_is_told_what_an_unsplit_step_tells_it(engines: Engines) -> None:
     with engines.start(2, share_cores(), TINY, AUTO, **UNKNOWN_CONNECTOR) as engine:
         prompts, arrive = [make_prompt(701, 3), *PROMPTS], (0, *MIXED)  # the first is prefilled in chunks
@@ -60,6 +61,7 @@ def test_a_connector_that_is_not_known_is_told_what_an_unsplit_step_tells_it(eng
                         assert event.saved == pytest.approx(other.saved, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_not_known_drafts_and_is_verified_alike(engines: Engines) -> None:
     """Its method does not matter to the model's own forward."""
     extension = "tests.support.vllm.unknown_drafters.Extension"

@@ -93,6 +93,7 @@ def two(request: pytest.FixtureRequest, tmp_path: Path, engines: Engines) -> Ite
         yield start(engines, stack, request.param, 2, tmp_path), SERVED[request.param]
 
 
+@pytest.mark.slow
 def test_what_is_pooled_between_requests_is_equal_to_the_bit_and_inside_within_rounding(
     one: tuple[Engine, Served],
 ) -> None:
@@ -111,6 +112,7 @@ def test_what_is_pooled_between_requests_is_equal_to_the_bit_and_inside_within_r
     assert find_difference(unsplit, pool(engine, PROMPTS, served.tasks[-1])) <= CLOSE
 
 
+@pytest.mark.slow
 def test_two_ranks_pool_split_as_unsplit(two: tuple[Engine, Served]) -> None:
     engine, served = two
     for task in served.tasks:
@@ -125,6 +127,7 @@ def test_two_ranks_pool_split_as_unsplit(two: tuple[Engine, Served]) -> None:
     assert engine.count_split() > before
 
 
+@pytest.mark.slow
 def test_prompts_in_chunks_and_on_cached_prefixes_pool_alike(tmp_path: Path, engines: Engines) -> None:
     prompts = [make_prompt(200, 1), make_prompt(150, 2), [*make_prompt(200, 1)[:160], *make_prompt(30, 5)]]
     with ExitStack() as stack:

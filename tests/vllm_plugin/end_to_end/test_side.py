@@ -85,6 +85,7 @@ def test_the_check_of_every_step_passes_cut_and_not(side_engine: Engine) -> None
         generate(side_engine, PROMPTS, 4, {"DBO_MODE": mode, "DBO_CHECK": "1", **SIDE})
 
 
+@pytest.mark.slow
 def test_calibration_measures_the_parts_of_attention(side_engine: Engine) -> None:
     try:
         for report, _ in side_engine.llm.collective_rpc(calibrate_few):
@@ -129,6 +130,7 @@ def decode(engine: Engine, prompts: list[list[int]], tokens: int, settings: dict
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow
 def test_shared_experts_concurrent_with_the_rest_of_a_layer_are_close(experts_with_side: Ranks) -> None:
     unsplit = experts_with_side.run(answer, {"DBO_MODE": "off"})
     for settings in SETTINGS:
@@ -137,6 +139,7 @@ def test_shared_experts_concurrent_with_the_rest_of_a_layer_are_close(experts_wi
             assert_close(expected, answers)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_split_have_concurrent_shared_experts_all_together(experts_with_side: Ranks) -> None:
     before = experts_with_side.run(count)
     experts_with_side.run(answer, {"DBO_MODE": "auto", **SIDE})

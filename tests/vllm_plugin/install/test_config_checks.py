@@ -33,6 +33,7 @@ def check(*arguments: str) -> list[Finding]:
     return check_serve_command(ServeCommand({}, (MODEL, *arguments)), {**os.environ, **settings})
 
 
+@pytest.mark.slow
 def test_a_command_whose_steps_are_split() -> None:
     drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
     transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_producer"})

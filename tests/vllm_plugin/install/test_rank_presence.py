@@ -42,6 +42,7 @@ def run_ranks(size: int, folder: Path, silent: tuple[int, ...] = (), lag: float 
     return [(float(seconds), said) for seconds, _, said in found]
 
 
+@pytest.mark.slow
 def test_ranks_in_which_it_is_not_switched_on_are_named_by_the_others(tmp_path: Path) -> None:
     first, _, third, _ = run_ranks(4, tmp_path, silent=(1, 3))
     for seconds, said in (first, third):
@@ -49,6 +50,7 @@ def test_ranks_in_which_it_is_not_switched_on_are_named_by_the_others(tmp_path: 
         assert said.startswith("rank 1, rank 3 of vLLM's world did not answer within 2 s. Set VLLM_ASCEND_ENABLE_DBO=1")
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     found = run_ranks(2, tmp_path, lag=0.7)
     assert [said for _, said in found] == ["all are here"] * 2

@@ -274,6 +274,7 @@ def test_a_worker_predicts_steps(one_rank: Engine, forward: SplitForward) -> Non
     assert ask(one_rank, "dbo_predict", [1]) is None  # it cannot be cut
 
 
+@pytest.mark.slow
 def test_ranks_plan_and_learn_alike(two_ranks: Engine, tmp_path: Path) -> None:
     unsplit = run_unsplit(two_ranks, PROMPTS, 6, MIXED)
     try:

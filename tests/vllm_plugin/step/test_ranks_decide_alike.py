@@ -317,6 +317,7 @@ def judge(decisions: Sequence[StepDecision | Exception], met: int, tokens: Seque
     return first.mode
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_traced")
 def test_ranks_in_any_states_decide_alike_and_none_waits_for_ever() -> None:
     outcomes: Counter[str] = Counter()
