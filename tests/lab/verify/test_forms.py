@@ -10,42 +10,29 @@ from typing import Any
 import pytest
 
 from dbo_models.forms import BlockRecorder, record_add, record_scale
-from dbo_models.parallel import CohereAdapter
-from dbo_models.post_norm import PostNormAdapter
-from dbo_models.sandwich import Gemma2Adapter, Gemma3Adapter, Glm4Adapter
-from dbo_runtime.adapters.contract import ModelAdapter
+from dbo_runtime.adapters.contract import StageAdapter
+from dbo_runtime.adapters.registry import get_backbone_adapter
 from dbo_runtime.engine.executor import run_sequential
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.ir.values import Value
 from dbo_runtime.lab.verify.verification import verify_adapter
 from tests.support.vllm.families import FAMILIES, SIZES
+from tests.support.vllm.family_checks import OURS
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "adapter", "in_stages"),
-    [
-        ("Gemma2ForCausalLM", Gemma2Adapter(), True),
-        ("Gemma3ForCausalLM", Gemma3Adapter(), True),
-        ("Glm4ForCausalLM", Glm4Adapter(), True),
-        ("Exaone4ForCausalLM", PostNormAdapter(), False),
-        ("CohereForCausalLM", CohereAdapter(), False),
-        ("Cohere2ForCausalLM", CohereAdapter(), False),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_adapters_made_of_the_parts_pass(
-    architecture: str, adapter: ModelAdapter, in_stages: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("architecture", OURS)
+def test_every_architecture_passes_with_its_adapter(architecture: str, tmp_path: Path) -> None:
     """Windows are of 64 tokens, longer than these prompts: test_families.py has the longer ones."""
     from transformers import AutoConfig
 
     model_type, extra = FAMILIES[architecture]
     AutoConfig.for_model(model_type, **{**SIZES, **extra}, architectures=[architecture]).save_pretrained(tmp_path)
-    verification = verify_adapter(str(tmp_path), adapter)
+    adapter = get_backbone_adapter(architecture)
+    verification = verify_adapter(str(tmp_path))
     assert not verification.mismatches, str(verification)
-    assert verification.in_stages == in_stages
+    assert verification.in_stages is (isinstance(adapter, StageAdapter) and adapter.takes_stages)
     assert verification.cuts > 10
 
 

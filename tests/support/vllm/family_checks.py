@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dbo_runtime.adapters.registry import get_backbone_adapter
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.equivalence import MIXED, assert_close, get_unsplit, run_cut, run_in_nano_batches, run_unsplit
 from tests.support.vllm.families import FAMILIES, LINEAR_ATTENTION, SPARSE_ATTENTION
@@ -9,6 +10,8 @@ from tests.support.vllm.families import FAMILIES, LINEAR_ATTENTION, SPARSE_ATTEN
 # The tutorial's adapter, or none; test_linear_attention.py; and tests/ascend/test_sparse_attention.py.
 ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION, *SPARSE_ATTENTION}
 OURS = tuple(name for name in FAMILIES if name not in ELSEWHERE)
+# One architecture for each adapter. tests/lab/verify/test_forms.py verifies all of them op by op, without engines.
+FORMS = tuple({type(get_backbone_adapter(name)): name for name in reversed(OURS)}.values())
 LENGTHS = (96, 64, 160, 128, 80)
 PROMPTS = [make_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 PREFILL_CUTS = [(96,), (320,), (17,), (263,), (96, 160, 320), (132, 264, 396)]

@@ -1,4 +1,7 @@
-"""Each family that has an adapter, end to end: the real vLLM, two ranks, split and unsplit."""
+"""Each form of adapter, end to end: the real vLLM, two ranks, split and unsplit.
+
+Architectures that share an adapter share its engine here; `tests/lab/verify/test_forms.py` verifies each op by op.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ from tests.support.vllm.families import (
     find_backend,
     make_family,
 )
-from tests.support.vllm.family_checks import OURS, assert_split_answers_as_unsplit
+from tests.support.vllm.family_checks import FORMS, OURS, assert_split_answers_as_unsplit
 from tests.support.vllm.multimodal_families import INTERNVL, OMNI, make_internvl
 from tests.support.vllm.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
 
-@pytest.fixture(scope="module", params=OURS)
+@pytest.fixture(scope="module", params=FORMS)
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
 ) -> Iterator[Engine]:

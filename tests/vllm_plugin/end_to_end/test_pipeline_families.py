@@ -1,4 +1,4 @@
-"""Pipelines of every family and of other layouts, end to end: the real vLLM, split and unsplit."""
+"""Pipelines of every form of adapter and of other layouts, end to end: the real vLLM, split and unsplit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.vllm.equivalence import MIXED, assert_close, run_cut, run_uns
 from tests.support.vllm.expert_parallel import ARRIVALS, EDGES, FEW, LONG, assert_split_is_close
 from tests.support.vllm.families import find_backend, make_family
 from tests.support.vllm.family_checks import (
+    FORMS,
     MIXED_CUTS,
-    OURS,
     PROMPTS,
     assert_cuts_answer_as_unsplit,
     assert_split_answers_as_unsplit,
@@ -50,7 +50,7 @@ def takes_stages(name: str) -> bool:
     return isinstance(adapter, StageAdapter) and adapter.takes_stages
 
 
-@pytest.fixture(scope="module", params=[name for name in OURS if takes_stages(name)])
+@pytest.fixture(scope="module", params=[name for name in FORMS if takes_stages(name)])
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engines: Engines
 ) -> Iterator[Engine]:
