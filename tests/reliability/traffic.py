@@ -3,6 +3,10 @@
     python -m tests.reliability.traffic --write-page
 
 writes the section `traffic` of docs/reliability.md; without the option it is printed only. `--requests 500` is a tenth.
+
+    python -m tests.reliability.traffic --split nano --micro-batches 3 --write-page
+
+runs each op of a step in nano-batches in place of cutting the step, and writes the section `nano-traffic`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; read when torch is imported
@@ -32,6 +37,8 @@ from tests.support.vllm.vision_families import QWEN3, make_vision_family
 
 PAGE = ROOT / "docs" / "reliability.md"
 COMMAND = "python -m tests.reliability.traffic --write-page"
+NANO_COMMAND = "python -m tests.reliability.traffic --split nano --micro-batches 3 --write-page"
+NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 REQUESTS = 5000
 MICRO_BATCHES = (2, 3, 4)
 JOBS = 2  # models and layouts at a time: one rank leaves a core to others
@@ -152,7 +159,12 @@ CASES = (
 
 
 def run_case(
-    number: int, requests: int, seed: int, micro_batches: Sequence[int], rounds: Sequence[int] | None = None
+    number: int,
+    requests: int,
+    seed: int,
+    micro_batches: Sequence[int],
+    rounds: Sequence[int] | None = None,
+    settings: Mapping[str, str] = NO_SETTINGS,
 ) -> EquivalenceReport:
     """Run one case with so many requests, or some rounds of them, and print its report."""
     case = CASES[number]
@@ -165,7 +177,7 @@ def run_case(
             make_lora(adapter, seed_of_weights)
         report = check_equivalence(
             str(case.make(model)),
-            case.settings,
+            {**case.settings, **settings},
             requests,
             micro_batches,
             seed,
@@ -177,6 +189,7 @@ def run_case(
             **case.options,
         )
     again = f"python -m tests.reliability.traffic --case '{case.title}' --requests {requests} --seed {seed}"
+    again += "".join(f" --split {split}" for split in settings.values())
     repeats = [f"again: {again} --micro-batches {bug.micro_batches} --rounds {bug.round}\n" for bug in report.bugs[:1]]
     sys.stderr.write(f"{case.title}: {report}\n{''.join(repeats)}")  # the folder of the model is gone
     return report
@@ -199,7 +212,7 @@ def make_rows(title: str, report: EquivalenceReport) -> list[list[Any]]:
     rows = []
     for tally in report.tallies:
         counts, found = tally.counts, (tally.ties, tally.own, len(tally.bugs))
-        steps = (counts.split, counts.declined.total(), counts.preempted, tally.aborted)
+        steps = (counts.split + counts.nano, counts.declined.total(), counts.preempted, tally.aborted)
         asked = (tally.micro_batches, tally.requests, tally.tokens)
         rows.append([title, *asked, *steps, *found, tally.largest, round(tally.seconds)])
     return rows
@@ -242,6 +255,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS, help="with each number of micro-batches")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", choices=[case.title for case in CASES], help="all of the requests to this one only")
+    parser.add_argument("--split", choices=("micro", "nano"), default="micro", help="DBO_SPLIT of all cases")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
     parser.add_argument("--rounds", type=int, nargs="+", help="these of one case only")
     parser.add_argument("--jobs", type=int, default=JOBS, help="models and layouts at a time")
@@ -252,15 +266,15 @@ def main() -> int:
     shares = {number: arguments.requests * case.share // 100 for number, case in enumerate(CASES)}
     if arguments.case is not None:
         shares = {number: arguments.requests for number in shares if CASES[number].title == arguments.case}
+    settings = {} if arguments.split == "micro" else {"DBO_SPLIT": arguments.split}
+    section, command = ("traffic", COMMAND) if arguments.split == "micro" else ("nano-traffic", NANO_COMMAND)
+    options = (arguments.seed, arguments.micro_batches, arguments.rounds, settings)
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
-        asked = {
-            pool.submit(run_case, number, share, arguments.seed, arguments.micro_batches, arguments.rounds): number
-            for number, share in shares.items()
-        }
+        asked = {pool.submit(run_case, number, share, *options): number for number, share in shares.items()}
         for done in as_completed(asked):  # what is done is written: a run that is ended has not been in vain
             reports[asked[done]] = done.result()
             lines = describe(reports, time.monotonic() - start)
-            tell_section(arguments.write_page, "traffic", COMMAND, lines, PAGE)
+            tell_section(arguments.write_page, section, command, lines, PAGE)
     return 0 if all(reports.values()) else 1
 
 

@@ -52,8 +52,9 @@ class Counts:
     """The events in an engine while it answered.
 
     Attributes:
-        split: number of split steps.
-        micro_batches: number of micro-batches of all split steps.
+        split: number of steps split into micro-batches.
+        micro_batches: number of micro-batches of all these steps.
+        nano: number of steps whose ops ran in nano-batches.
         declined: number of unsplit steps by reason.
         preempted: number of requests that lost their KV cache to others, and started again.
         cached: number of prompt tokens found in the prefix cache.
@@ -64,6 +65,7 @@ class Counts:
 
     split: int = 0
     micro_batches: int = 0
+    nano: int = 0
     declined: Counter[str] = field(default_factory=Counter)
     preempted: int = 0
     cached: int = 0
@@ -75,6 +77,7 @@ class Counts:
         """Add the counts of another process or time."""
         self.split += other.split
         self.micro_batches += other.micro_batches
+        self.nano += other.nano
         self.declined += other.declined
         self.preempted += other.preempted
         self.cached += other.cached
@@ -87,6 +90,7 @@ class Counts:
         return Counts(
             self.split - before.split,
             self.micro_batches - before.micro_batches,
+            self.nano - before.nano,
             self.declined - before.declined,
             self.preempted - before.preempted,
             self.cached - before.cached,

@@ -117,7 +117,7 @@ class Engine:
             metrics[metric.name] += getattr(metric, "value", 0)
         counts = Counts(preempted=metrics[PREEMPTIONS], cached=metrics[HITS], calibrated=self._calibrated)
         for rank in found[:1]:
-            counts.split, counts.micro_batches = rank["split"], rank["micro_batches"]
+            counts.split, counts.micro_batches, counts.nano = rank["split"], rank["micro_batches"], rank["nano"]
             counts.declined = Counter(rank["declined"])
         return counts
 

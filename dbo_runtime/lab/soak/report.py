@@ -86,7 +86,8 @@ class Tally:
     def __str__(self) -> str:
         """Format as lines."""
         counts = self.counts
-        steps = f"{counts.split} split in {counts.micro_batches} parts, {counts.declined.total()} unsplit"
+        steps = f"{counts.split} split in {counts.micro_batches} parts, {counts.nano} in nano-batches"
+        steps += f", {counts.declined.total()} unsplit"
         others = f"{self.aborted} aborts, {self.refused} refused, {counts.cached} prompt tokens were cached"
         lines = [
             f"{self.micro_batches} micro-batches: {self.requests} requests, {self.tokens} tokens, {self.seconds:.0f} s",
@@ -134,7 +135,7 @@ class EquivalenceReport:
             return "the comparison of first steps has ended splitting"
         if self.bugs:
             return f"{len(self.bugs)} requests were answered otherwise where steps were split"
-        unsplit = [tally.micro_batches for tally in self.tallies if not tally.counts.split]
+        unsplit = [tally.micro_batches for tally in self.tallies if not tally.counts.split + tally.counts.nano]
         if unsplit:
             return f"no step was split into {unsplit[0]} micro-batches, so nothing was compared; `dbo doctor` says more"
         return None
@@ -179,6 +180,7 @@ def _describe(tally: Tally) -> dict[str, Any]:
         "tokens": tally.tokens,
         "split": counts.split,
         "parts": counts.micro_batches,
+        "nano": counts.nano,
         "declined": dict(counts.declined),
         "preempted": counts.preempted,
         "cached": counts.cached,

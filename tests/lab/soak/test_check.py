@@ -35,6 +35,18 @@ def test_300_requests_are_answered_alike() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_100_requests_are_answered_alike_in_nano_batches() -> None:
+    options = {"attention_backend": "CPU_MLA", "tensor_parallel_size": 2}
+    report = check_equivalence(str(TINY), {"DBO_SPLIT": "nano"}, 100, (3,), seed=24, **options)
+    assert report, str(report)
+    (tally,) = report.tallies
+    assert tally.counts.nano > 50
+    assert tally.counts.split == 0
+    assert 0 < tally.largest < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_the_command_says_what_was_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Without an adapter nothing is split, which is no proof of anything."""
     granite = str(make_family("GraniteForCausalLM", tmp_path))

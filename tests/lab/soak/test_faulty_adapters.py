@@ -41,12 +41,19 @@ def check_with(granite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("adapter", "ranks", "micro_batches"), [("OtherPositions", 1, 2), ("OneTokenOff", 1, 3), ("DroppedReduce", 2, 2)]
+    ("adapter", "split", "ranks", "micro_batches"),
+    [
+        ("OtherPositions", "micro", 1, 2),
+        ("OneTokenOff", "micro", 1, 3),
+        ("OneTokenOff", "nano", 1, 3),
+        ("DroppedReduce", "micro", 2, 2),
+    ],
 )
 def test_a_fault_is_a_bug_of_a_request_that_is_named(
-    check_with: Check, adapter: str, ranks: int, micro_batches: int
+    check_with: Check, adapter: str, split: str, ranks: int, micro_batches: int
 ) -> None:
-    report = check_with(adapter, micro_batches=[micro_batches], tensor_parallel_size=ranks)
+    settings = {"DBO_SPLIT": split}
+    report = check_with(adapter, settings=settings, micro_batches=[micro_batches], tensor_parallel_size=ranks)
     assert not report
     (tally,) = report.tallies
     assert tally.own == 0

@@ -38,7 +38,7 @@ def make_tally(**fields: object) -> Tally:
 def test_a_report_with_split_steps_and_no_bug_is_true() -> None:
     report = make_report(make_tally())
     assert report
-    assert "5 split in 10 parts, 2 unsplit; 4 preemptions" in str(report)
+    assert "5 split in 10 parts, 0 in nano-batches, 2 unsplit; 4 preemptions" in str(report)
     assert "8 equal, 1 ties, 0 vLLM's own, 0 bugs" in str(report)
     assert "nowhere to cut (2)" in str(report)
     assert str(report).endswith("equivalent")
@@ -48,6 +48,13 @@ def test_where_nothing_was_split_nothing_was_compared() -> None:
     report = make_report(make_tally(), make_tally(micro_batches=3, counts=Counts()))
     assert not report
     assert "FAILED: no step was split into 3 micro-batches" in str(report)
+
+
+def test_steps_in_nano_batches_are_compared_as_well() -> None:
+    report = make_report(make_tally(counts=Counts(nano=3)))
+    assert report
+    assert "0 split in 0 parts, 3 in nano-batches, 0 unsplit" in str(report)
+    assert report.as_dict()["micro_batches"][0]["nano"] == 3
 
 
 def test_a_failed_engine_is_no_answer() -> None:

@@ -15,14 +15,24 @@ LAST_CALL = 100  # far more than a rehearsal makes, far fewer than a round of re
 
 
 class FaultyAdapter(GraniteAdapter):
-    """Right but for one op."""
+    """Right but for one op. All ops but attention may run in nano-batches."""
 
     label = "L0.mlp"
     spoil: Spoil = staticmethod(lambda fn: fn)
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         spoil_op(p, self.label, self.spoil)
+        _declare_token_wise(p)
         return super().record(p, model, collectives, x, positions)
+
+
+def _declare_token_wise(p: ProgramBuilder) -> None:
+    declare = p.op
+
+    def op(name: str, fn: Any, *reads: Any, **declaration: Any) -> Any:
+        return declare(name, fn, *reads, token_wise=name != "attention", **declaration)
+
+    p.op = op  # type: ignore[method-assign]
 
 
 def _take_other_positions(attention: Any) -> Any:

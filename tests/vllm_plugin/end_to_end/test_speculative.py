@@ -11,6 +11,7 @@ from vllm.forward_context import get_forward_context
 
 from dbo_runtime.planner.costs.cost_file import load_costs
 from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.unsupported import list_unsupported
 from examples.tiny_tasks import held_out
 from tests.support.ascend.mtp_layers import MTP, add_mtp_layer
 from tests.support.vllm.costs import calibrate_few, forget_costs
@@ -212,13 +213,18 @@ def test_data_parallel_ranks_verify_drafts_alike_with_experts_on_both(engines: E
 
 
 @pytest.mark.slow
-def test_a_head_for_a_model_of_another_size_is_declined_at_start(
-    engines: Engines, llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_for_a_model_of_another_size_is_declined_at_start(engines: Engines, llama: Path, tmp_path: Path) -> None:
     options = draft_by_head_of(2, tmp_path, llama, hidden=64)
     with start(engines, 1, llama, **LLAMA, **options) as engine:
         assert engine.llm.collective_rpc("dbo_statistics") == [None]
-    assert "it reads 64 values a token, the model has 128" in capfd.readouterr().err
+        assert engine.llm.collective_rpc(tell_declines) == [
+            ["the drafter is one for another model (it reads 64 values a token, the model has 128)"]
+        ]
+
+
+def tell_declines(worker: Any) -> list[str]:
+    """Return why no step is split, as it is known from the configuration."""
+    return [str(decline) for decline in list_unsupported(worker.vllm_config)]
 
 
 def start(engines: Engines, ranks: int, *model: Path, **options: Any) -> Any:
