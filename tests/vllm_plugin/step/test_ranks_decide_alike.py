@@ -342,8 +342,7 @@ def test_ranks_in_any_states_decide_alike_and_none_waits_for_ever() -> None:
             with pair.connected():
                 decisions, met = run_both(jobs)
             outcomes[judge(decisions, met, tokens, is_dummy)] += 1
-            if isinstance(decisions[0].plan, Decline):
-                reasons[decisions[0].plan.reason] += 1
+            reasons.update(each.plan.reason for each in decisions if isinstance(each.plan, Decline))
 
     run()
     kinds = ("split", "nano", "concurrent", "voted down", "declined without a vote")
