@@ -15,8 +15,6 @@ import pytest
 from tests.support.public_names import read_public_names
 from tests.support.site import build_site
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 # Of a page, by the document that it is made of; all other documents in docs/ keep their name.
