@@ -22,17 +22,13 @@ HYBRID_MODELS = (
 SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Models with sparse attention whose split steps have been compared with unsplit ones."""
 
-ASCEND_MODELS = (
+STABLE_ASCEND_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
-    "DeepseekV4ForCausalLM",
     "Glm4MoeForCausalLM",
-    "HYV3ForCausalLM",
     "InternVLChatModel",
-    "KimiK25ForConditionalGeneration",
     "LlamaForCausalLM",
     "MiniMaxM2ForCausalLM",
-    "MiniMaxM3SparseForConditionalGeneration",
     "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",
@@ -42,10 +38,19 @@ ASCEND_MODELS = (
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+)
+"""Models whose split steps have been compared with unsplit ones on vllm-ascend 0.23.0.post1, and on 0.30.0rc2."""
+
+ASCEND_MODELS = (
+    *STABLE_ASCEND_MODELS,
+    "DeepseekV4ForCausalLM",
+    "HYV3ForCausalLM",
+    "KimiK25ForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
     *HYBRID_MODELS,
     *SPARSE_MODELS,
 )
-"""Models whose split steps have been compared with unsplit ones on vllm-ascend."""
+"""Models whose split steps have been compared with unsplit ones on vllm-ascend 0.30.0rc2."""
 
 
 class Proven(NamedTuple):
@@ -56,12 +61,14 @@ class Proven(NamedTuple):
         quantizations: quantizations of weights and indexers, in ModelSlim's names, and of caches.
         drafters: methods of speculative decoding. `suffix` drafts on the host, as `ngram` does.
         encoders: class names of vision encoders.
+        compared_options: options of vllm-ascend with which first steps are compared, whatever the model.
     """
 
     models: tuple[str, ...]
     quantizations: tuple[str, ...] = ()
     drafters: tuple[str, ...] = ()
     encoders: tuple[str, ...] = ()
+    compared_options: tuple[str, ...] = ()
 
 
 LATEST_ASCEND = "0.30.0rc2"
@@ -81,7 +88,11 @@ PROVEN_ON_ASCEND = {
         drafters=("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3"),
         encoders=("Qwen2_5_VisionTransformer", "Qwen3_VisionTransformer"),
     ),
-    "0.23.0.post1": Proven(("DeepseekV3ForCausalLM",)),
+    "0.23.0.post1": Proven(
+        STABLE_ASCEND_MODELS,
+        quantizations=("W8A8", "W8A8_DYNAMIC"),
+        compared_options=("enable_flashcomm1", "enable_fused_mc2", "enable_shared_expert_dp"),
+    ),
 }
 """Proven configurations by vllm-ascend release. With other releases, steps are split only under DBO_CHECK=1."""
 

@@ -80,7 +80,7 @@ class NpuPlatform(Platform):
         return iter(())
 
     def list_compared(self, vllm_config: VllmConfig) -> Iterator[str]:
-        """Yield the architecture, quantized weights and drafter, each if it was not compared with vllm-ascend."""
+        """Yield the architecture, quantized weights, drafter and options that were not compared with vllm-ascend."""
         from dbo_runtime.vllm_plugin.platforms.npu_features import list_unproven
 
         return list_unproven(vllm_config, _find_proven())

@@ -31,7 +31,7 @@ UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
 
 def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[str]:
-    """Yield the architecture, the quantized weights and the drafter, each if it is not among the *proven* ones."""
+    """Yield the architecture, quantized weights, drafter and options, each if it is not among the *proven* ones."""
     architecture = vllm_config.model_config.architecture
     if architecture not in proven.models:
         yield f"model {architecture}"
@@ -41,6 +41,11 @@ def list_unproven(vllm_config: VllmConfig, proven: Proven) -> Iterator[str]:
     drafter = name_drafter(vllm_config)
     if drafter is not None and drafter not in proven.drafters:
         yield f"drafter {drafter}"
+    if proven.compared_options:
+        from vllm_ascend.ascend_config import get_ascend_config
+
+        config = get_ascend_config()
+        yield from (f"option {name}" for name in proven.compared_options if getattr(config, name))
 
 
 def list_hazards(vllm_config: VllmConfig, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -319,6 +319,27 @@ def test_models_whose_layers_were_others_in_0_23_are_declined_before_they_are_lo
     assert list_features(served) == [feature]
 
 
+@pytest.mark.parametrize(
+    ("settings", "compared"),
+    [
+        ({}, []),
+        ({"enable_flashcomm1": True, "enable_fused_mc2": 1}, ["option enable_flashcomm1", "option enable_fused_mc2"]),
+        ({"enable_shared_expert_dp": True}, ["option enable_shared_expert_dp"]),
+    ],
+)
+def test_options_that_were_compared_with_few_models_of_0_23_are_compared(
+    settings: dict[str, Any], compared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbo_runtime.vllm_plugin.platforms.npu.find_release", lambda: "0.23.0.post1")
+    install_0_23(monkeypatch, **settings)
+    quantized = make_quantized({"a.weight": "W8A8_DYNAMIC"})
+    assert list_compared(make_served("Qwen3MoeForCausalLM", quantized)) == compared
+    assert list_compared(make_served("KimiK25ForConditionalGeneration", quantized)) == [
+        "model KimiK25ForConditionalGeneration",
+        *compared,
+    ]
+
+
 def install_0_23(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """Let vllm-ascend 0.23 be installed, as far as its features are read, with these settings."""
     config = ModuleType("vllm_ascend.ascend_config")
