@@ -4,8 +4,10 @@ import pytest
 
 from dbo_runtime.errors import ScheduleError
 from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.nano_batches import NO_ROWS, cut_program
+from dbo_runtime.ir.policies import sequential
 from dbo_runtime.ir.program import Program, ProgramBuilder
-from dbo_runtime.ir.schedule import Instruction, Issue, Slot
+from dbo_runtime.ir.schedule import Instruction, Issue, Slot, list_first_contexts
 from tests.support.programs import lower_toy, record_chain
 
 
@@ -18,6 +20,19 @@ def record_ordered(count: int = 1, is_ordered: bool = True) -> Program:
 
 
 CHAIN = record_chain(lambda x: x, lambda x: x)
+
+
+def test_each_micro_batch_has_a_context_and_each_nano_batch_one_after_it() -> None:
+    p = ProgramBuilder()
+    x = p.input("x")
+    whole = p.build(p.compute("scale", lambda x: x, x, token_wise=True))
+    nano = cut_program(whole, 2, NO_ROWS).program
+    assert list_first_contexts([nano, CHAIN, nano]) == [0, 3, 4]
+    schedule = lower([CHAIN, nano], sequential([CHAIN, nano]))
+    contexts = dict(zip(schedule.instructions, schedule.list_contexts(), strict=True))
+    assert {context for each, context in contexts.items() if each.issue.micro_batch == 0} == {0}
+    scaled = [context for each, context in contexts.items() if each.op.name == "scale"]
+    assert sorted(scaled) == [2, 3]  # after that of the chain, and that of the whole step
 
 
 @pytest.mark.parametrize(
