@@ -52,7 +52,12 @@ TARGETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         f"{_PLANNER}.costs.op_cost": ("planner/costs/test_op_cost.py", "planner/costs/test_cost_table.py"),
         f"{_PLANNER}.online.correction": ("planner/online/test_correction.py",),
         f"{_PLANNER}.online.cuts": ("planner/online/test_cuts.py",),
-        f"{_PLANNER}.online.step_memory": ("planner/online/test_hysteresis.py", "planner/online/test_step_memory.py"),
+        f"{_PLANNER}.online.step_memory": (
+            "planner/online/test_hysteresis.py",
+            "planner/online/test_measured_steps.py",
+            "planner/online/test_planner.py",
+            "planner/online/test_step_memory.py",
+        ),
         f"{_PLANNER}.online.order_book": ("planner/online/test_order_book.py",),
         f"{_CORE}.lab.oracle.orders": ("planner/online/test_orders.py",),
         f"{_PLANNER}.online.ab_trial": ("planner/online/test_ab_trial.py",),
