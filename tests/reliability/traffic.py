@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; read when torch is imported
@@ -36,9 +35,11 @@ from tests.support.vllm.lora import make_lora
 from tests.support.vllm.vision_families import QWEN3, make_vision_family
 
 PAGE = ROOT / "docs" / "reliability.md"
-COMMAND = "python -m tests.reliability.traffic --write-page"
-NANO_COMMAND = "python -m tests.reliability.traffic --split nano --micro-batches 3 --write-page"
-NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
+# The section of the page, and the command that writes it, by DBO_SPLIT.
+SECTIONS = {
+    "auto": ("traffic", "python -m tests.reliability.traffic --write-page"),
+    "nano": ("nano-traffic", "python -m tests.reliability.traffic --split nano --micro-batches 3 --write-page"),
+}
 REQUESTS = 5000
 MICRO_BATCHES = (2, 3, 4)
 JOBS = 2  # models and layouts at a time: one rank leaves a core to others
@@ -164,9 +165,9 @@ def run_case(
     seed: int,
     micro_batches: Sequence[int],
     rounds: Sequence[int] | None = None,
-    settings: Mapping[str, str] = NO_SETTINGS,
+    split: str = "auto",
 ) -> EquivalenceReport:
-    """Run one case with so many requests, or some rounds of them, and print its report."""
+    """Run one case with so many requests, or some rounds of them, and DBO_SPLIT=*split*; print its report."""
     case = CASES[number]
     with tempfile.TemporaryDirectory() as name:
         model = Path(name, "model")
@@ -177,7 +178,7 @@ def run_case(
             make_lora(adapter, seed_of_weights)
         report = check_equivalence(
             str(case.make(model)),
-            {**case.settings, **settings},
+            {**case.settings, "DBO_SPLIT": split},
             requests,
             micro_batches,
             seed,
@@ -189,7 +190,7 @@ def run_case(
             **case.options,
         )
     again = f"python -m tests.reliability.traffic --case '{case.title}' --requests {requests} --seed {seed}"
-    again += "".join(f" --split {split}" for split in settings.values())
+    again += f" --split {split}"
     repeats = [f"again: {again} --micro-batches {bug.micro_batches} --rounds {bug.round}\n" for bug in report.bugs[:1]]
     sys.stderr.write(f"{case.title}: {report}\n{''.join(repeats)}")  # the folder of the model is gone
     return report
@@ -255,7 +256,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS, help="with each number of micro-batches")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", choices=[case.title for case in CASES], help="all of the requests to this one only")
-    parser.add_argument("--split", choices=("micro", "nano"), default="micro", help="DBO_SPLIT of all cases")
+    parser.add_argument("--split", choices=SECTIONS, default="auto", help="DBO_SPLIT of all cases")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
     parser.add_argument("--rounds", type=int, nargs="+", help="these of one case only")
     parser.add_argument("--jobs", type=int, default=JOBS, help="models and layouts at a time")
@@ -266,9 +267,8 @@ def main() -> int:
     shares = {number: arguments.requests * case.share // 100 for number, case in enumerate(CASES)}
     if arguments.case is not None:
         shares = {number: arguments.requests for number in shares if CASES[number].title == arguments.case}
-    settings = {} if arguments.split == "micro" else {"DBO_SPLIT": arguments.split}
-    section, command = ("traffic", COMMAND) if arguments.split == "micro" else ("nano-traffic", NANO_COMMAND)
-    options = (arguments.seed, arguments.micro_batches, arguments.rounds, settings)
+    section, command = SECTIONS[arguments.split]
+    options = (arguments.seed, arguments.micro_batches, arguments.rounds, arguments.split)
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
         asked = {pool.submit(run_case, number, share, *options): number for number, share in shares.items()}
         for done in as_completed(asked):  # what is done is written: a run that is ended has not been in vain
