@@ -41,6 +41,7 @@ from tests.support.vllm.families import make_family
 from tests.support.vllm.ranks import Ranks
 
 pytestmark = pytest.mark.slow
+ROUNDING = 0.25  # of log-probabilities, from bfloat16: chunks are projected whole, not by parts that are added
 DECODES = [make_prompts(40, 30, 20, 10, 5, 50)]
 
 
@@ -101,8 +102,8 @@ def test_vllm_ascends_own_stages_that_share_chosen_keys_are_wrong(tmp_path: Path
     one, two, chunks, stages = (
         npus.run(generate_unsplit, prompts)[0] for options in runs for npus in start(1, model, FOUR, **options)
     )
-    assert find_difference(one, two) == find_difference(one, chunks) == 0.0
-    assert find_difference(one, stages) > 0.1
+    assert find_difference(one, two) == 0.0
+    assert find_difference(one, chunks) < ROUNDING < find_difference(one, stages)
     for npus in start(1, model, {**FOUR, "DBO_SPLIT": "auto"}, **SHARED_OUT, **PIPELINE):
         ((nano, steps),) = npus.run(answer_in_nano_batches, [prompts], 1, 2)
         assert min(steps) == 1, steps
