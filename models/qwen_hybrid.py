@@ -40,10 +40,6 @@ class QwenHybridAdapter:
         if unknown is not None:
             return unknown
         layers = get_layers(decoder).values()
-        if any(_needs_output(get_attention(layer)) for layer in layers):
-            return Decline(
-                "attention that writes its results to a tensor that it is given (vLLM 0.23) is not supported"
-            )
         if any(layer.layer_scale for layer in layers):
             return Decline("layers that scale their results are not supported")
         if any(getattr(get_mlp(layer), "replicate_shared_expert", False) for layer in layers):
@@ -56,15 +52,40 @@ class QwenHybridAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        recorder = LayerRecorder(p, collectives, positions, attend)
-        hidden: Value = recorder.record_decoder(self.get_decoder(model), x)
+        decoder = self.get_decoder(model)
+        takes_output = any(_takes_output(get_attention(layer)) for layer in get_layers(decoder).values())
+        recorder = LayerRecorder(p, collectives, positions, attend_to_output if takes_output else attend)
+        hidden: Value = recorder.record_decoder(decoder, x)
         return hidden
 
 
-def _needs_output(attention: Any) -> bool:
-    """Return whether attention takes an output tensor: it reduces another tensor, so the reduce stays in it."""
+class Output:
+    """In place of a tensor that attention copies its results to (vLLM 0.23): takes the results themselves.
+
+    They are the tensor that attention reduces, so attention can be run without its reduce.
+
+    Attributes:
+        results: what attention has assigned [tokens, hidden].
+    """
+
+    results: Any = None
+
+    def __setitem__(self, rows: slice, results: Any) -> None:
+        self.results = results
+
+
+def _takes_output(attention: Any) -> bool:
+    """Return whether attention takes a tensor for its results, as in vLLM 0.23."""
     output = inspect.signature(attention.forward).parameters.get("output")
     return output is not None and output.default is inspect.Parameter.empty
+
+
+def attend_to_output(attention: Any, positions: Any, x: Any) -> Any:
+    """Call attention that takes a tensor for its results; return its results."""
+    output = Output()
+    arguments = {"positions": positions} if hasattr(attention, "rotary_emb") else {}
+    attention(hidden_states=x, output=output, **arguments)
+    return output.results
 
 
 def attend(attention: Any, positions: Any, x: Any) -> Any:

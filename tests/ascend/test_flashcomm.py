@@ -30,6 +30,7 @@ from tests.support.vllm.drafters import draft_by_eagle3, draft_by_mtp
 from tests.support.vllm.engine import find_difference
 from tests.support.vllm.families import make_family
 from tests.support.vllm.ranks import Ranks
+from tests.support.vllm.vision_families import QWEN35_MOE
 
 
 def assert_steps_are_equal(npus: Ranks) -> None:
@@ -64,7 +65,7 @@ def test_stages_of_a_pipeline(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", V32, GLM])
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", QWEN35_MOE, V32, GLM])
 def test_families(name: str, tmp_path: Path) -> None:
     for npus in start(1, make_model(name, tmp_path), **TWO, **FLASHCOMM, **OPTIONS_OF.get(name, {})):
         assert_steps_are_equal(npus)

@@ -16,6 +16,7 @@ from tests.support.ascend.equivalence import (
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
+    assert_ranks_cut_at_their_own_boundaries_are_equal,
 )
 from tests.support.ascend.families import OPTIONS_OF, make_model
 from tests.support.ascend.jobs import answer, make_prompts, order_corrections
@@ -24,20 +25,22 @@ from tests.support.ascend.mtp_layers import add_qwen_mtp_layer
 from tests.support.ascend.reference import answer_in_float, measure_error
 from tests.support.vllm.drafters import NGRAM
 from tests.support.vllm.engine import Answer, Engine, find_difference, make_prompt
+from tests.support.vllm.families import make_family
 from tests.support.vllm.ranks import Ranks
 from tests.support.vllm.vision_families import QWEN35, QWEN35_MOE
 
 ROUNDING = 0.25  # of log-probabilities, from bfloat16
-DENSE, MOE = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+DENSE, MOE, NEXT = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"
+ALL_EXPERTS = {"num_experts_per_tok": 4}  # which ones, rounding could decide
 
 
 @pytest.fixture(scope="module")
 def prefix_npu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Return an engine on one device that caches prefixes: states are kept at ends of blocks."""
-    model = make_model(DENSE, tmp_path_factory.mktemp("qwen3.5"))
+    model = make_model(QWEN35, tmp_path_factory.mktemp("qwen3.5"))
     long = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "enable_prefix_caching": True}
-    overrides = {**OPTIONS_OF[DENSE]["hf_overrides"], "max_position_embeddings": 4096}
-    yield from start(1, model, hf_overrides=overrides, **long)
+    text = {**OPTIONS_OF[QWEN35]["hf_overrides"]["text_config"], "max_position_embeddings": 4096}
+    yield from start(1, model, hf_overrides={"text_config": text}, **long)
 
 
 def find_block_size(engine: Engine, rank: int) -> int:
@@ -64,10 +67,13 @@ def _keep_places(worker: Any, keeps: bool) -> None:
     splitter.keep_places = states.keep_places if keeps else lambda common, slices, parts, size: parts
 
 
-def test_answers_are_those_of_transformers_and_split_steps_equal_to_unsplit_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "sizes"), [(DENSE, {}), (NEXT, ALL_EXPERTS)])
+def test_answers_are_those_of_transformers_and_split_steps_equal_to_unsplit_ones(
+    name: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
     """On one device: what the operators of the stand-in compute, and what a cut leaves of it."""
-    model, prompts = make_model(DENSE, tmp_path), make_prompts(5, 40, 130, 3, 64)
-    for npus in start(1, model, **OPTIONS_OF[DENSE]):
+    model, prompts = make_family(name, tmp_path, **sizes), make_prompts(5, 40, 130, 3, 64)
+    for npus in start(1, model, **OPTIONS_OF[name]):
         ((found, _),) = npus.run(answer, [prompts], 6)
         assert measure_error(answer_in_float(model, prompts, 6), found) < 0.5  # what bf16 makes of it
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
@@ -91,9 +97,10 @@ def test_pieces_of_a_request_keep_its_state_where_its_prefix_is_cached(prefix_np
 
 
 @pytest.mark.slow
-def test_quantized_weights_are_equal_to_the_bit(tmp_path: Path) -> None:
-    model = quantize_model(make_model(MOE, tmp_path / "source"), tmp_path / "quantized", DYNAMIC, DYNAMIC)
-    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "quantization": "ascend", **OPTIONS_OF[MOE]}
+@pytest.mark.parametrize("name", [MOE, NEXT])
+def test_quantized_weights_are_equal_to_the_bit(name: str, tmp_path: Path) -> None:
+    model = quantize_model(make_model(name, tmp_path / "source"), tmp_path / "quantized", DYNAMIC, DYNAMIC)
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "quantization": "ascend", **OPTIONS_OF[name]}
     for npus in start(1, model, **options):
         assert_prefills_are_equal(npus, [[BOUNDARIES[0]], [BOUNDARIES[2]], BOUNDARIES])
         assert_chunks_are_equal(npus, 400, 128)
@@ -101,13 +108,19 @@ def test_quantized_weights_are_equal_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_data_parallel_ranks_are_equal_to_the_bit(tmp_path: Path) -> None:
+def test_data_parallel_ranks_cut_at_their_own_boundaries_are_equal_to_the_bit(tmp_path: Path) -> None:
+    for npus in start(2, make_model(QWEN35_MOE, tmp_path), **OPTIONS_OF[QWEN35_MOE]):
+        assert_ranks_cut_at_their_own_boundaries_are_equal(npus)
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit(tmp_path: Path) -> None:
     for npus in start(2, make_model(MOE, tmp_path), **OPTIONS_OF[MOE]):
         assert_data_parallel_prefills_are_close(npus, 0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "drafter"), [(QWEN35, "mtp"), (QWEN35_MOE, "mtp"), (DENSE, "ngram")])
+@pytest.mark.parametrize(("name", "drafter"), [(QWEN35, "mtp"), (QWEN35_MOE, "mtp"), (QWEN35, "ngram")])
 def test_drafts_are_verified_as_unsplit(name: str, drafter: str, tmp_path: Path) -> None:
     """States of drafts that are rejected are left behind, split as unsplit."""
     model = make_model(name, tmp_path)

@@ -63,10 +63,7 @@ ASCEND_REMEDIES = (
         "if you can serve without it, leave it out; otherwise nothing: such a server runs unsplit",
     ),
     Remedy(
-        (
-            "not supported yet: DeepSeek V4 as in vllm-ascend 0.23",
-            "not supported yet: linear attention with vllm-ascend 0.23",
-        ),
+        ("not supported yet: DeepSeek V4 as in vllm-ascend 0.23",),
         "the model's layers are others in that release than those that the adapter takes apart",
         "vllm-ascend 0.30.0rc2",
     ),

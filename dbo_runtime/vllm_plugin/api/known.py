@@ -35,9 +35,12 @@ STABLE_ASCEND_MODELS = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
     "Qwen3OmniMoeForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Models whose split steps have been compared with unsplit ones on vllm-ascend 0.23.0.post1, and on 0.30.0rc2."""
 
@@ -47,7 +50,8 @@ ASCEND_MODELS = (
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
-    *HYBRID_MODELS,
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
     *SPARSE_MODELS,
 )
 """Models whose split steps have been compared with unsplit ones on vllm-ascend 0.30.0rc2."""
@@ -91,6 +95,7 @@ PROVEN_ON_ASCEND = {
     "0.23.0.post1": Proven(
         STABLE_ASCEND_MODELS,
         quantizations=("W8A8", "W8A8_DYNAMIC"),
+        drafters=("ngram", "suffix", "qwen3_5_mtp"),
         compared_options=("enable_flashcomm1", "enable_fused_mc2", "enable_shared_expert_dp"),
     ),
 }

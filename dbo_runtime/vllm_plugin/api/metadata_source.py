@@ -67,9 +67,12 @@ def get_source(metadata: AttentionMetadata) -> MetadataSource | None:
 
 
 def make_builder(source: MetadataSource, vllm_config: VllmConfig) -> AttentionMetadataBuilder:
-    """Return another builder like that of *source*."""
-    builder = source.builder
-    made = type(builder)(builder.kv_cache_spec, source.layer_names, vllm_config, builder.device)
+    """Return another builder like that of *source*.
+
+    The device is that of the metadata: builders of linear attention in vLLM 0.23 do not keep theirs.
+    """
+    builder, device = source.builder, source.common.query_start_loc.device
+    made = type(builder)(builder.kv_cache_spec, source.layer_names, vllm_config, device)
     if getattr(builder, "kernel_block_size", None) is not None:
         made.set_kernel_block_size(builder.kernel_block_size)
     return made

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import uses_second_runner
-from dbo_runtime.vllm_plugin.api.known import HYBRID_MODELS, SPARSE_MODELS, Proven
+from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS, Proven
 from dbo_runtime.vllm_plugin.api.speculation import name_drafter
 from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import is_earlier, replicates_shared_experts
 from dbo_runtime.vllm_plugin.platforms.npu_indices import check_stages
@@ -197,8 +197,6 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
         ),
         (has_chunks and in_pipeline, "FlashComm in a pipeline with vllm-ascend 0.23"),
         (architecture == "DeepseekV4ForCausalLM", "DeepSeek V4 as in vllm-ascend 0.23"),
-        # It writes its results to a tensor that it is given.
-        (architecture in HYBRID_MODELS, "linear attention with vllm-ascend 0.23"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map as in vllm-ascend 0.23 (eplb_config)"),
         (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),

@@ -12,7 +12,15 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from standin_ascend import block_sparse, chunks, context_parallel, linear_attention, state_copies, triton_kernels
+from standin_ascend import (
+    block_sparse,
+    chunks,
+    context_parallel,
+    earlier_states,
+    linear_attention,
+    state_copies,
+    triton_kernels,
+)
 from standin_ascend.slots import SlotMapping, SlotMappings
 
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
@@ -31,6 +39,9 @@ SLOTS = {  # those of Triton that find cache slots: vllm-ascend's own, or in 0.2
         "_compute_slot_mapping_fused_groups_adaptive_kernel": SlotMappings(),
     },
     "vllm.v1.worker.block_table": {"_compute_slot_mapping_kernel": SlotMapping()},
+}
+FUNCTIONS = {  # several kernels of Triton and operators each, which are one kernel here
+    "vllm_ascend.ops.triton.fla.chunk": {"chunk_gated_delta_rule_fwd": earlier_states.prefill_chunks},
 }
 DEVICE_CHECKS = ("vllm_ascend.utils", "vllm_ascend.device.device_config")  # 0.23.0 has the first only
 KERNELS = {
@@ -56,6 +67,9 @@ KERNELS = {
         "_apply_global_rmsnorm_kernel": triton_kernels.norm_and_rotate,
     },
     "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": triton_kernels.norm_by_length},
+    "vllm.model_executor.layers.fla.ops.l2norm": {"l2norm_fwd_kernel2": triton_kernels.norm_by_length},  # in 0.23.0
+    "vllm_ascend.ops.triton.fla.l2norm": {"l2norm_fwd_kernel2_loop": triton_kernels.norm_by_length_in_loop},
+    "vllm_ascend.ops.triton.fla.utils": {"_clear_ssm_states_kernel": triton_kernels.clear_states},
 }
 
 
@@ -113,6 +127,8 @@ def fill() -> None:
     torch_npu._npu_matmul_add_fp32 = lambda *arguments: None
     for module in find_modules(SLOTS):
         vars(module).update(SLOTS[module.__name__])
+    for module in find_modules(FUNCTIONS):
+        vars(module).update(FUNCTIONS[module.__name__])
     replace_kernels()
 
 

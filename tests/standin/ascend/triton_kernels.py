@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from standin_ascend.kernels import launch
+from standin_ascend.kernels import launch, view_on_host
 from standin_ascend.vision import compute_rotation
 
 
@@ -23,7 +23,8 @@ class TritonKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*arguments: Any, **options: Any) -> None:
-            launch(self._name, partial(self._compute, **options), *arguments)
+            named = {name: view_on_host(value) for name, value in options.items()}
+            launch(self._name, partial(self._compute, **named), *arguments)
 
         return run
 
@@ -48,6 +49,16 @@ def norm_by_length(x: torch.Tensor, out: torch.Tensor, eps: float, *rest: Any, *
     """`l2norm_fwd_kernel2`: divide each row by its length, in float32."""
     rows = x.float()
     out.copy_(rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + eps))
+
+
+def norm_by_length_in_loop(*, X: torch.Tensor, Y: torch.Tensor, eps: float, **options: Any) -> None:
+    """`l2norm_fwd_kernel2_loop`: the same, called by names."""
+    norm_by_length(X, Y, eps)
+
+
+def clear_states(states: torch.Tensor, has_state: torch.Tensor, *rest: Any, **options: Any) -> None:
+    """`_clear_ssm_states_kernel`: zero the states of requests that start [requests, ...]."""
+    states[~has_state] = 0
 
 
 def gate_states(

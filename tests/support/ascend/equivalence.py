@@ -20,7 +20,6 @@ from tests.support.vllm.ranks import Ranks
 LENGTHS = (5, 40, 130, 3, 64)
 PROMPTS = make_prompts(*LENGTHS)
 BOUNDARIES = list(accumulate(LENGTHS))[:-1]
-CLOSE = 0.2  # of log-probabilities in bfloat16, of a request that is cut inside
 
 
 def assert_prefills_are_equal(npus: Ranks, cuts: Sequence[Sequence[int]]) -> None:
@@ -55,6 +54,16 @@ def assert_data_parallel_prefills_are_close(npus: Ranks, tolerance: float, cuts:
             assert find_difference(unsplit, split) <= tolerance
 
 
+def assert_ranks_cut_at_their_own_boundaries_are_equal(npus: Ranks) -> None:
+    """Compare prefills of two ranks, each cut where it has a boundary; the second has fewer tokens, padded or not."""
+    prompts = [make_prompts(40, 30, 25, 5), make_prompts(30, 20)]
+    unsplit_by_rank = npus.run(answer, prompts)
+    splits = npus.run(answer, prompts, 1, [[70], [30]])
+    for (unsplit, _), (split, counts) in zip(unsplit_by_rank, splits, strict=True):
+        assert [count["split"] for count in counts] == [1] * len(counts), counts
+        assert find_difference(unsplit, split) == 0.0
+
+
 def assert_nano_batches_are_equal(npus: Ranks) -> None:
     """Compare a prefill and decodes in nano-batches with unsplit ones; projections of attention are cut, too."""
     ((unsplit, _),) = npus.run(answer, [PROMPTS], 4)
@@ -74,9 +83,13 @@ def assert_mixed_steps_are_equal(npus: Ranks) -> None:
 
 
 def assert_the_sanitizer_finds_nothing(npus: Ranks) -> None:
-    """Compare steps that are watched, a request cut inside among them; half of them in another issue order."""
+    """Compare steps that are watched with the same steps unwatched, a request cut inside among them.
+
+    Half of them are issued in another order. Rounding at a cut inside a request may choose other experts than in an
+    unsplit step, so those are not compared here.
+    """
     prompts = [make_prompts(60, 40)]
-    ((unsplit, _),) = npus.run(answer, prompts, 6)
-    ((split, counts),) = npus.run(answer_watched, prompts, 6, [70])
+    ((split, _),) = npus.run(answer, prompts, 6, [70])
+    ((watched, counts),) = npus.run(answer_watched, prompts, 6, [70])
     assert all(count["split"] >= 1 for count in counts), counts
-    assert find_difference(unsplit, split) <= CLOSE
+    assert find_difference(split, watched) == 0.0

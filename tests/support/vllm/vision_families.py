@@ -66,6 +66,8 @@ def make_vision_family(architecture: str, directory: Path, seed: int = 0) -> Pat
     (directory / "config.json").write_text(config)
     if architecture == QWEN3_MOE:
         _transpose_experts(directory / "model.safetensors")
+    if architecture in (QWEN35, QWEN35_MOE):
+        _name_encoder(directory / "model.safetensors")
     return directory
 
 
@@ -104,6 +106,12 @@ def _transpose_experts(file: Path) -> None:
     weights = load_file(file)
     experts = {name: weight.transpose(1, 2).contiguous() for name, weight in weights.items() if ".experts." in name}
     save_file({**weights, **experts}, file, metadata={"format": "pt"})
+
+
+def _name_encoder(file: Path) -> None:
+    """Name the encoder's weights as published weights do. transformers 5.5 puts them into the language model."""
+    named = {name.replace("language_model.visual.", "visual."): weight for name, weight in load_file(file).items()}
+    save_file(named, file, metadata={"format": "pt"})
 
 
 def _become_qwen3(directory: Path, architecture: str) -> None:

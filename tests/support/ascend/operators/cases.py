@@ -438,6 +438,55 @@ CASES = [
         ),
     ),
     Case(
+        "_C_ascend::npu_causal_conv1d_custom",
+        lambda g: [
+            torch.full((5, 6), ABSENT, dtype=HALF),
+            *(draw(g, *shape) for shape in ((5, 6), (4, 6), (9, 3, 6))),
+            torch.tensor([0, 2, 5], dtype=torch.int32),
+            make_distinct(g, 2, 9).int(),
+            torch.tensor([True, False])[make_distinct(g, 2, 2)],
+        ],
+        lambda out, x, weight, states, starts, indices, has_state: [
+            torch.ops._C_ascend.npu_causal_conv1d_custom(
+                out, x, weight, states, None, starts, indices, has_state, None, 1, -1, 0
+            ),
+            states,
+        ],
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_recurrent_gated_delta_rule",
+        lambda g: [
+            *(draw(g, 5, heads, 8) for heads in (2, 2, 4)),
+            draw(g, 9, 4, 8, 8, dtype=torch.float32),
+            draw_scales(g, 5, 4).to(HALF),
+            torch.tensor([0, 1, 1, 1, 1, 1], dtype=torch.int32),
+            make_distinct(g, 5, 9).int(),
+            -draw_scales(g, 5, 4),
+        ],
+        lambda query, key, value, states, beta, lengths, indices, g: [
+            torch.ops._C_ascend.npu_recurrent_gated_delta_rule(
+                query,
+                key,
+                value,
+                states,
+                beta=beta,
+                scale=0.1,
+                actual_seq_lengths=lengths,
+                ssm_state_indices=indices,
+                g=g,
+            ),
+            states,
+        ],
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_fused_gdn_gating",
+        lambda g: [draw(g, 4, dtype=torch.float32), draw(g, 5, 4), draw(g, 5, 4), draw(g, 4, dtype=torch.float32)],
+        lambda *tensors: torch.ops._C_ascend.npu_fused_gdn_gating(*tensors),
+        is_described=False,
+    ),
+    Case(
         "npu::npu_transpose_batchmatmul",
         lambda g: [draw(g, 3, 4, 5), draw(g, 3, 5, 6)],
         lambda x, weight: npu().npu_transpose_batchmatmul(x, weight, perm_y=(1, 0, 2)),
