@@ -16,9 +16,9 @@ from tests.support.ascend.context_parallel import (
     SHARED_OUT,
     answer_without,
     derive_states,
-    find_attentions,
     list_unsupported,
     share_builders,
+    share_out_tokens,
 )
 from tests.support.ascend.drafts import assert_drafts_are_equal
 from tests.support.ascend.engines import FOUR, OPTIONS, PIPELINE, start
@@ -63,7 +63,7 @@ def assert_decodes_are_equal(npus: Ranks) -> None:
 @pytest.mark.parametrize("name", [V32, GLM])
 def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> None:
     for npus in start(1, make_family(name, tmp_path, **(SHARING if name == GLM else {})), **SHARED_OUT):
-        assert npus.run(find_attentions) == [{"AscendSFADSACPImpl"}]
+        assert npus.run(share_out_tokens) == [True]
         assert npus.run(list_unsupported, 1) == [[]]
         passed_on = "stages of a pipeline pass on which keys sparse attention has chosen"
         assert npus.run(list_unsupported, 2) == [[passed_on] if name == GLM else []]
@@ -86,7 +86,7 @@ def test_quantized_weights(name: str, attention: str, experts: str, tmp_path: Pa
 def test_stages_of_a_pipeline(name: str, tmp_path: Path) -> None:
     """Layers pass on all tokens there: attention gathers what each rank has computed."""
     for npus in start(1, make_family(name, tmp_path), FOUR, **SHARED_OUT, **PIPELINE):
-        assert npus.run(find_attentions) == [{"AscendSFADSACPImpl"}]
+        assert npus.run(share_out_tokens) == [True]
         assert_decodes_are_equal(npus)
         assert_steps_are_equal(npus)
 

@@ -73,8 +73,9 @@ def make_builder(source: MetadataSource, vllm_config: VllmConfig) -> AttentionMe
     """
     builder, device = source.builder, source.common.query_start_loc.device
     made = type(builder)(builder.kv_cache_spec, source.layer_names, vllm_config, device)
-    if getattr(builder, "kernel_block_size", None) is not None:
-        made.set_kernel_block_size(builder.kernel_block_size)
+    size = getattr(builder, "kernel_block_size", None)
+    if size != getattr(made, "kernel_block_size", None):  # some builders find it by themselves
+        made.set_kernel_block_size(size)
     return made
 
 

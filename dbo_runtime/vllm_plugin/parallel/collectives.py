@@ -28,7 +28,7 @@ from dbo_runtime.vllm_plugin.api.known import REDUCING_NORMS
 from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.experts import FusedExperts, SequenceParallelExperts, SplitExperts
-from dbo_runtime.vllm_plugin.parallel.unreduced import check_result, list_modules, run_unreduced
+from dbo_runtime.vllm_plugin.parallel.unreduced import check_result, list_modules
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
 
 if TYPE_CHECKING:
@@ -162,14 +162,14 @@ class ModelCollectives:
         During the call, the group's `all_reduce` returns its argument. This is correct only if the module returns that
         same tensor (o_proj, down_proj and the late reduce of the MoE do), or is known to return a copy of it. Each call
         checks this. Norms that sum squares over the ranks still do so, on vLLM's communicator. If a module can reduce
-        in several ways, the platform knows which layer decides.
+        in several ways, the platform knows how to leave that out.
         """
         if self._tensor_parallel.world_size == 1:
             return module
         parts = list_modules(module)
-        projection = self._platform.get_last_projection(parts)
-        if projection is not None:
-            return functools.partial(run_unreduced, module, projection)
+        unreduced = self._platform.get_unreduced(module, parts)
+        if unreduced is not None:
+            return unreduced
         classes = {type(part).__name__ for part in parts}
         copies, has_sums = (not classes.isdisjoint(names) for names in (self._platform.copying_modules, REDUCING_NORMS))
         return functools.partial(self._run_without_reduce, module, copies, has_sums)

@@ -16,16 +16,6 @@ def list_modules(module: Callable[..., Any]) -> list[torch.nn.Module]:
     return [part for each in called if isinstance(each, torch.nn.Module) for part in each.modules()]
 
 
-def run_unreduced(module: Callable[..., Any], projection: Any, *args: Any) -> torch.Tensor:
-    """Run a module [tokens, hidden] whose last *projection* decides whether it reduces."""
-    projection.reduce_results = False  # only for this call, because unsplit steps reduce
-    try:
-        result: torch.Tensor = module(*args)
-    finally:
-        projection.reduce_results = True
-    return result
-
-
 def check_result(module: Callable[..., Any], result: torch.Tensor, held: Sequence[torch.Tensor], copies: bool) -> None:
     """Raise ProgramError unless *result* is the one tensor that was *held* back from an all-reduce.
 

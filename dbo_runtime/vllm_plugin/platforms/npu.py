@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -140,11 +140,11 @@ class NpuPlatform(Platform):
         slice_rotary_tables(model)
         divide_indices(model)
 
-    def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
-        """Return the last projection of context parallel sparse attention, which gathers or reduces its results."""
-        from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import get_projection
+    def get_unreduced(self, module: Callable[..., Any], parts: Iterable[torch.nn.Module]) -> Callable[..., Any] | None:
+        """Return a module with context parallel sparse attention without its reduce."""
+        from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import get_unreduced
 
-        return get_projection(parts)
+        return get_unreduced(module, parts)
 
     def open_device(
         self, process_groups: Sequence[dist.ProcessGroup], config: RuntimeConfig, log: FilteringBoundLogger

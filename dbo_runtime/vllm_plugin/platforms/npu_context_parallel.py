@@ -5,16 +5,19 @@ vLLM's own group. Keys are gathered; then either the last projection's weights a
 exchanged for heads. With decode context parallelism (DCP), each rank caches a part of the keys. In steps with prefills,
 ranks gather the blocks that are referred to. In steps with decodes only, they gather queries, attend to their own keys
 and merge the results. All of this is inside one op, so micro-batches share none of it. Read against vllm-ascend
-0.30.0rc2.
+0.30.0rc2, and DSA-CP against 0.23.0.post1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import run_on_chunk
 
 if TYPE_CHECKING:
     import torch
@@ -32,15 +35,34 @@ def shares_out_tokens() -> bool:
     return bool(enable_dsa_cp())
 
 
-def get_projection(parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
-    """Return the last projection of such an attention among *parts*; None if there is none.
+def get_unreduced(module: Callable[..., Any], parts: Iterable[torch.nn.Module]) -> Callable[..., Any] | None:
+    """Return a *module* with such an attention among its *parts* without its reduce; None if there is none.
 
-    If its flag says that results are reduced, ranks gather their results, or all-reduce them. If not, ranks return
-    partial sums in both cases: their own results, with zeros for other tokens.
+    Ranks return partial sums: their own results, with zeros for other tokens. From 0.30 on, the last projection's flag
+    says that results are reduced: then ranks gather their results, or all-reduce them. In 0.23 attention takes a chunk
+    of the tokens, and returns its results for that.
     """
-    attentions: Iterator[Any] = (getattr(part, "impl", None) for part in parts)
-    found = (attention.o_proj for attention in attentions if type(attention).__name__ in ATTENTIONS)
-    return next(found, None)
+    impls: Iterator[Any] = (getattr(part, "impl", None) for part in parts)
+    attention = next((each for each in impls if _shares_out(each)), None)
+    if attention is None:
+        return None
+    if type(attention).__name__ in ATTENTIONS:
+        return partial(_run_unreduced, module, attention.o_proj)
+    return partial(run_on_chunk, module)
+
+
+def _shares_out(attention: Any) -> bool:
+    return type(attention).__name__ in ATTENTIONS or bool(getattr(attention, "enable_dsa_cp", False))
+
+
+def _run_unreduced(module: Callable[..., Any], projection: Any, *args: Any) -> torch.Tensor:
+    """Run a module [tokens, hidden] whose last *projection* decides whether it reduces."""
+    projection.reduce_results = False  # only for this call, because unsplit steps reduce
+    try:
+        result: torch.Tensor = module(*args)
+    finally:
+        projection.reduce_results = True
+    return result
 
 
 def keep_exchange(metadata: AttentionMetadata) -> dict[str, Any]:

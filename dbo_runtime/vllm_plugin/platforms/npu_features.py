@@ -191,10 +191,6 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
     has_chunks, architecture = replicates_shared_experts(config), vllm_config.model_config.architecture
     features = (
         (shards_cache, "decode context parallel with vllm-ascend 0.23"),
-        (
-            has_chunks and _shares_out_tokens(vllm_config),
-            "context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)",
-        ),
         (has_chunks and in_pipeline, "FlashComm in a pipeline with vllm-ascend 0.23"),
         (architecture == "DeepseekV4ForCausalLM", "DeepSeek V4 as in vllm-ascend 0.23"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
@@ -205,12 +201,6 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
         (bool(config.layer_sharding), "weights shared out by layer (layer_sharding)"),
     )
     return _decline_used(features)
-
-
-def _shares_out_tokens(vllm_config: VllmConfig) -> bool:
-    """Return whether sparse attention is context parallel in 0.23, whose own function needs a current configuration."""
-    is_sparse = hasattr(vllm_config.model_config.hf_text_config, "index_topk")
-    return is_sparse and bool((vllm_config.additional_config or {}).get("enable_dsa_cp"))
 
 
 def _decline_used(features: Iterable[tuple[bool, str]]) -> Iterator[Decline]:

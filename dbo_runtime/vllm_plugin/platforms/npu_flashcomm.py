@@ -16,6 +16,8 @@ import torch
 from torch.nn.functional import pad
 from vllm.distributed import get_tp_group
 
+from dbo_runtime.vllm_plugin.api.forward_context import get_current
+
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm_ascend.ascend_config import AscendConfig
@@ -51,13 +53,30 @@ class FlashComm:
         return _map_tensors(self._join_chunks, results)
 
     def _take_chunk(self, x: torch.Tensor) -> torch.Tensor:
-        group = get_tp_group()
-        chunk: torch.Tensor = pad(x, (0, 0, 0, self._padding)).tensor_split(group.world_size)[group.rank_in_group]
-        return chunk
+        return _get_chunk(pad(x, (0, 0, 0, self._padding)))
 
     def _join_chunks(self, chunk: torch.Tensor) -> torch.Tensor:
         joined: torch.Tensor = get_tp_group().all_gather(chunk, 0)
         return joined[: joined.shape[0] - self._padding]
+
+
+def run_on_chunk(module: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """Run a module that always takes and returns this rank's chunk, between layers that hand on all tokens.
+
+    The last argument is *x* [tokens, hidden]. The results are [tokens, hidden], with zeros for tokens of other ranks.
+    """
+    *others, x = args
+    tokens, context = x.shape[0], get_current()
+    padding = -tokens % get_tp_group().world_size
+    padded = pad(x, (0, 0, 0, padding))
+    results = torch.zeros_like(padded)
+    before = context.flash_comm_v1_enabled, context.pad_size
+    context.flash_comm_v1_enabled, context.pad_size = True, padding
+    try:
+        _get_chunk(results).copy_(module(*others, _get_chunk(padded)))
+    finally:
+        context.flash_comm_v1_enabled, context.pad_size = before
+    return results[:tokens]
 
 
 def has_flashcomm(context: ForwardContext) -> bool:
@@ -84,6 +103,13 @@ def set_padding(part: ForwardContext) -> None:
     """Set the padding of a micro-batch that runs in a step of its own, with the step's kind of communication."""
     if getattr(part, "flash_comm_v1_enabled", False):
         part.pad_size = part.padded_length - part.num_tokens
+
+
+def _get_chunk(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows of *x*, whose number is a multiple of the ranks."""
+    group = get_tp_group()
+    chunk: torch.Tensor = x.tensor_split(group.world_size)[group.rank_in_group]
+    return chunk
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], results: Any) -> Any:

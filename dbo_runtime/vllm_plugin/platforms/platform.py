@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
@@ -180,8 +180,8 @@ class Platform:
         """Return the buffers of a loaded model whose rows stages of its pipeline hand on."""
         return NO_BUFFERS
 
-    def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
-        """Return the linear layer whose `reduce_results` decides whether a module of these *parts* reduces its results.
+    def get_unreduced(self, module: Callable[..., Any], parts: Iterable[torch.nn.Module]) -> Callable[..., Any] | None:
+        """Return a *module* of these *parts* without its final reduce, if only the platform knows how.
 
         None if the module ends in a plain all-reduce, which can be left out.
         """

@@ -25,6 +25,7 @@ from tests.support.ascend.operators.checks import (
     npu,
     put,
 )
+from tests.support.ascend.operators.sparse import SEQUENCES, choose_keys
 
 pytestmark = ANY_FORMAT
 
@@ -103,3 +104,11 @@ def test_choices_are_sorted_as_by_the_later_operator(standin: StandIn, count_typ
     }
     found = torch.ops._C_ascend.npu_moe_init_routing_custom(*put(x, ids), **options)
     assert_equal(found[:3], npu().npu_moe_init_routing_v2(*put(x, ids), **options)[:3])
+
+
+@covers("_C_ascend::npu_lightning_indexer", "npu::npu_lightning_indexer")
+def test_keys_are_chosen_as_by_the_later_operator(standin: StandIn) -> None:
+    generator = make_generator(0)
+    tensors = put(draw(generator, 5, 2, 8), draw(generator, 4, 4, 1, 8), draw(generator, 5, 2), *SEQUENCES)
+    found, wanted = (choose_keys(*tensors, earlier=earlier)[0] for earlier in (True, False))
+    assert_equal(found, wanted)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
 from standin_ascend import (
     block_sparse,
     chunks,
@@ -23,6 +24,7 @@ from standin_ascend import (
 )
 from standin_ascend.slots import SlotMapping, SlotMappings
 
+CANN = "9.0.0"  # what vllm-ascend 0.23.0 is made for, which asks for a version; torch_npu finds none here
 PACKAGES = ("acl", "fla_npu")  # CANN's Python, and kernels of linear attention
 OPERATORS = {
     "fla_npu.ops.ascendc": {
@@ -121,6 +123,7 @@ def fill() -> None:
         set_chip(chip)
     if os.environ.get("STANDIN_ASCEND_TRITON"):  # for a configuration only: vLLM's second model runner asks for it
         import_module("vllm.config.vllm").HAS_TRITON = True
+    torch.version.cann = CANN
     for module in find_modules(DEVICE_CHECKS):
         module.check_ascend_device_type = lambda: None
     _atb_ops._register_atb_extensions = lambda: None

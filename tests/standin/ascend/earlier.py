@@ -23,6 +23,11 @@ ROUTING_SCHEMA = (
     " bool expert_tokens_num_flag=False, int quant_mode=0, int[2] active_expert_range=[], int row_idx_type=0)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
+INDEXER_SCHEMA = (
+    "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None,"
+    " Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', str layout_key='BSND',"
+    " int sparse_count=2048, int sparse_mode=3) -> (Tensor, Tensor)"
+)
 
 META_SCHEMAS = (  # of operators of which it registers the shapes, and that its models here do not call
     "get_masked_input_and_mask(Tensor input, int org_vocab_start_index, int org_vocab_end_index,"

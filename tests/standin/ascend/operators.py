@@ -50,6 +50,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     " int quant_mode=0, int swiglu_mode=0, float clamp_limit=0.0, float glu_alpha=1.0, float glu_bias=0.0)"
     " -> (Tensor y, Tensor scale)",
     earlier.ROUTING_SCHEMA,
+    earlier.INDEXER_SCHEMA,
     *earlier.META_SCHEMAS,
     *earlier_states.SCHEMAS,
     sparse.ATTENTION_SCHEMA,
@@ -109,6 +110,7 @@ OPERATORS = {
         "grouped_matmul_swiglu_quant_weight_nz_tensor_list": quantized.multiply_each_and_activate,
         "npu_sparse_flash_attention": sparse.attend_to_chosen,
         "npu_kv_quant_sparse_flash_attention_vllm": byte_caches.attend_to_bytes,
+        "npu_lightning_indexer": sparse.choose_keys,  # in 0.23.0
         "npu_lightning_indexer_quant": byte_caches.choose_keys,
         "store_kv_block_metadata": byte_caches.find_runs,
         "store_kv_block": byte_caches.store_runs,

@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
+from dbo_runtime.vllm_plugin.platforms.npu import find_release
 from tests.support.ascend.engines import OPTIONS
 from tests.support.ascend.jobs import cut_at_boundaries, generate
 from tests.support.vllm.engine import Engine
 
+FLASHCOMM = {} if find_release() == LATEST_ASCEND else {"enable_flashcomm1": True}  # 0.23 wants both
 SHARED_OUT: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "enable_expert_parallel": True,
-    "additional_config": {**OPTIONS["additional_config"], "enable_dsa_cp": True},
+    "additional_config": {**OPTIONS["additional_config"], **FLASHCOMM, "enable_dsa_cp": True},
 }
 ARRIVE = (0, 0, 0, 1, 2, 2)
 
@@ -26,9 +29,23 @@ def find_attentions(engine: Engine, rank: int) -> set[str]:
 
 
 def _find_attentions(worker: Any) -> set[str]:
-    modules = worker.model_runner.get_model().modules()
-    impls = (getattr(module, "impl", None) for module in modules)
-    return {type(impl).__name__ for impl in impls if hasattr(impl, "W_UK_T")}
+    return {type(impl).__name__ for impl in _list_attentions(worker)}
+
+
+def _list_attentions(worker: Any) -> list[Any]:
+    impls = (getattr(module, "impl", None) for module in worker.model_runner.get_model().modules())
+    return [impl for impl in impls if hasattr(impl, "W_UK_T")]
+
+
+def share_out_tokens(engine: Engine, rank: int) -> bool:
+    """Return whether all attention, on all workers, attends from a chunk of the tokens."""
+    return all(engine.llm.collective_rpc(_share_out_tokens))
+
+
+def _share_out_tokens(worker: Any) -> bool:
+    impls = _list_attentions(worker)
+    # From 0.30 on, these are of a class of their own.
+    return bool(impls) and all(type(each).__name__ == "AscendSFADSACPImpl" or each.enable_dsa_cp for each in impls)
 
 
 def list_unsupported(engine: Engine, rank: int, stages: int) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +32,9 @@ def quantize_model(model: Path, folder: Path, attention: str = STATIC, experts: 
     if attention == DYNAMIC:  # an indexer's queries, which then come from bytes
         schemes |= dict.fromkeys(LATENT, DYNAMIC)
     written: dict[str, torch.Tensor] = {}
-    description = {"model_quant_type": INT4 if experts == INT4 else STATIC}
+    # The version says how int4 is packed, and "group_size" that scales are by row; vllm-ascend 0.30 assumes both.
+    int4 = {"version": "1.0.0", "group_size": 0} if experts == INT4 else {}
+    description: dict[str, Any] = {"model_quant_type": INT4 if int4 else STATIC, **int4}
     for name, tensor in load_file(model / "model.safetensors").items():
         layer, _, kind = name.rpartition(".")
         scheme = schemes.get(layer.rpartition(".")[2], "FLOAT") if kind == "weight" else "FLOAT"

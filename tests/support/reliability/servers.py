@@ -119,7 +119,8 @@ class Servers:
 
     def hang_up(self, clients: int) -> None:
         """Let so many more clients ask at once, half of which leave before they are answered; wait for the others."""
-        self._start_clients(str(clients), "--hang-up").wait()
+        with self._start_clients(str(clients), "--hang-up") as leaving:  # which closes its input
+            leaving.wait()
 
     def stop_load(self) -> None:
         """End the clients."""

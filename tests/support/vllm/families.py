@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -68,6 +69,7 @@ INDEXED = {  # MLA, and an indexer
     "index_n_heads": 4,
     "index_head_dim": 128,
     "index_topk": 2048,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],  # transformers 5.5 does not find them from the number above
 }
 
 
@@ -153,6 +155,9 @@ FAMILIES = {  # by architecture
 }
 LINEAR_ATTENTION = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 """Those with linear attention in most layers; vLLM's kernels for it on CPU take bfloat16 only."""
+LATER = {"deepseek_v32": "glm_moe_dsa"}
+"""Types of models that transformers 5.5 lacks, each with one whose weights have the same names."""
+
 SPARSE_ATTENTION = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Those whose attention sees keys that an indexer chooses; vLLM has no kernels for it on CPU."""
 
@@ -171,9 +176,10 @@ def make_family(architecture: str, directory: Path, seed: int = 0, **sizes: Any)
 
     It is tiny unless *sizes* say otherwise.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    model_type, extra = FAMILIES[architecture]
+    wanted, extra = FAMILIES[architecture]
+    model_type = wanted if wanted in CONFIG_MAPPING else LATER[wanted]
     directory.mkdir(parents=True, exist_ok=True)
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, directory)
@@ -185,4 +191,7 @@ def make_family(architecture: str, directory: Path, seed: int = 0, **sizes: Any)
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = noise / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 1 + 0.1 * noise
     model.save_pretrained(directory)
+    if model_type != wanted:
+        file = directory / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": wanted}))
     return directory

@@ -275,7 +275,7 @@ PARTS: Any = SimpleNamespace(
     get_moe_layer=SharedInParts,
     exchanges_sizes_separately=False,
     copying_modules=(),
-    get_last_projection=lambda parts: None,
+    get_unreduced=lambda module, parts: None,
 )
 
 

@@ -203,6 +203,12 @@ CASES = [
         lambda query, keys, weights, *sequences: choose_keys(query, keys, weights, *sequences)[0],
     ),
     Case(
+        "_C_ascend::npu_lightning_indexer",
+        lambda g: [draw(g, 5, 2, 8), draw(g, 4, 4, 1, 8), draw(g, 5, 2), *SEQUENCES],
+        lambda *tensors: choose_keys(*tensors, earlier=True)[0],
+        is_described=False,
+    ),
+    Case(
         "_C_ascend::npu_sparse_flash_attention",
         lambda g: [
             *(draw(g, 5, 2, size) for size in (16, 8)),

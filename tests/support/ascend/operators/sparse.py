@@ -16,11 +16,13 @@ SEQUENCES = [  # ends of two requests' queries, their lengths and blocks
 ]
 
 
-def choose_keys(*tensors: torch.Tensor, **changes: Any) -> Sequence[torch.Tensor]:
+def choose_keys(*tensors: torch.Tensor, earlier: bool = False, **changes: Any) -> Sequence[torch.Tensor]:
+    """Call the operator of torch_npu, or that of vllm-ascend 0.23.0."""
+    operator = torch.ops._C_ascend.npu_lightning_indexer if earlier else npu().npu_lightning_indexer
     *inputs, queries, keys, table = tensors
     lengths = {"actual_seq_lengths_query": queries, "actual_seq_lengths_key": keys, "block_table": table}
     options = {"layout_query": "TND", "layout_key": "PA_BSND", "sparse_count": 4, **changes}
-    chosen: Sequence[torch.Tensor] = npu().npu_lightning_indexer(*inputs, **lengths, **options)
+    chosen: Sequence[torch.Tensor] = operator(*inputs, **lengths, **options)
     return chosen
 
 
