@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
+from dbo_runtime.vllm_plugin.platforms.npu import find_release
 from tests.support.ascend.context_parallel import (
     ARRIVE,
     SHARED_OUT,
@@ -42,6 +44,9 @@ from tests.support.vllm.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 ROUNDING = 0.25  # of log-probabilities, from bfloat16: chunks are projected whole, not by parts that are added
+IN_STAGES = {V32: [], GLM: ["stages of a pipeline pass on which keys sparse attention has chosen"]}
+if find_release() != LATEST_ASCEND:
+    IN_STAGES = dict.fromkeys((V32, GLM), ["not supported yet: FlashComm in a pipeline with vllm-ascend 0.23"])
 DECODES = [make_prompts(40, 30, 20, 10, 5, 50)]
 
 
@@ -65,8 +70,7 @@ def test_split_steps_are_equal_to_unsplit_ones(name: str, tmp_path: Path) -> Non
     for npus in start(1, make_family(name, tmp_path, **(SHARING if name == GLM else {})), **SHARED_OUT):
         assert npus.run(share_out_tokens) == [True]
         assert npus.run(list_unsupported, 1) == [[]]
-        passed_on = "stages of a pipeline pass on which keys sparse attention has chosen"
-        assert npus.run(list_unsupported, 2) == [[passed_on] if name == GLM else []]
+        assert npus.run(list_unsupported, 2) == [IN_STAGES[name]]
         assert_decodes_are_equal(npus)
         assert_steps_are_equal(npus)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -172,33 +173,19 @@ def test_a_module_that_does_not_end_in_one_all_reduce_raises_with_its_name(cls: 
     assert torch.equal(group.all_reduce(X), X * 2)
 
 
-class GathersOrReduces(torch.nn.Module):
-    """A module whose reduce is left out by its last projection only."""
+class Knowing(Platform):
+    """A platform that knows how to leave out the reduces of modules of one class."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.o_proj = torch.nn.Identity()
-        self.o_proj.reduce_results = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.isnan().any():
-            raise ValueError("not a number")
-        return x + 1 if self.o_proj.reduce_results else x
+    def get_unreduced(self, module: Callable[..., Any], parts: Iterable[torch.nn.Module]) -> Callable[..., Any] | None:
+        return torch.neg if any(isinstance(part, torch.nn.Identity) for part in parts) else None
 
 
-class PlatformOfProjections(Platform):
-    def get_last_projection(self, parts: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
-        return next((part.o_proj for part in parts if isinstance(part, GathersOrReduces)), None)
-
-
-def test_the_projection_of_a_module_leaves_its_reduce_out_for_one_call() -> None:
-    module = GathersOrReduces()
-    unreduced = ModelCollectives(PlatformOfProjections("cpu"), FakeGroup()).without_reduce(partial(call, module))
-    assert torch.equal(unreduced(X), X)
-    assert torch.equal(module(X), X + 1)
-    with pytest.raises(ValueError, match="not a number"):
-        unreduced(X * torch.nan)
-    assert torch.equal(module(X), X + 1)
+def test_a_module_whose_reduce_the_platform_knows_to_leave_out_runs_so() -> None:
+    collectives = ModelCollectives(Knowing("cpu"), FakeGroup())
+    assert collectives.without_reduce(torch.nn.Sequential(torch.nn.Identity())) is torch.neg
+    assert collectives.without_reduce(partial(call, torch.nn.Identity())) is torch.neg
+    linear = Linear(FakeGroup())
+    assert collectives.get_reducing_module(collectives.without_reduce(linear)) is linear
 
 
 def call(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbo_runtime.vllm_plugin.platforms import npu_flashcomm
-from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import FlashComm, find_flashcomm, set_padding
+from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import FlashComm, find_flashcomm, run_on_chunk, set_padding
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 RANKS = 4
@@ -69,3 +69,33 @@ def test_a_micro_batch_in_a_step_of_its_own_is_padded_by_its_own_tokens() -> Non
     part = SimpleNamespace(**vars(make_step(3)), padded_length=12, num_tokens=10)
     set_padding(part)  # type: ignore[arg-type]
     assert part.pad_size == 2
+
+
+@pytest.mark.parametrize("tokens", [8, 5, 2])
+def test_a_module_that_takes_chunks_returns_them_among_zeros(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summed over the ranks, its results are those of all tokens, in steps whose layers hand on all of them."""
+    x, step, seen = torch.randn(tokens, 2), make_step(0, is_enabled=False), []
+
+    def double(positions: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+        assert positions.shape[0] == tokens
+        seen.append((chunk.shape[0], dict(vars(step))))
+        return chunk * 2
+
+    monkeypatch.setattr(npu_flashcomm, "get_current", lambda: step)
+    total = torch.zeros_like(x)
+    for rank in range(RANKS):
+        monkeypatch.setattr(npu_flashcomm, "get_tp_group", lambda rank=rank: Group(rank, []))
+        total += run_on_chunk(double, torch.arange(tokens), x)
+    assert total.equal(x * 2)
+    padding = -tokens % RANKS
+    assert seen == [((tokens + padding) // RANKS, {"flash_comm_v1_enabled": True, "pad_size": padding})] * RANKS
+    assert vars(step) == {"flash_comm_v1_enabled": False, "pad_size": 0}
+
+
+def test_a_module_that_fails_leaves_the_step_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(0, is_enabled=False)
+    monkeypatch.setattr(npu_flashcomm, "get_current", lambda: step)
+    monkeypatch.setattr(npu_flashcomm, "get_tp_group", lambda: Group(0, []))
+    with pytest.raises(ZeroDivisionError):
+        run_on_chunk(lambda x: x / (1 // 0), torch.randn(4, 2))
+    assert vars(step) == {"flash_comm_v1_enabled": False, "pad_size": 0}

@@ -287,17 +287,11 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
 
 
 @pytest.mark.parametrize("setting", ["enable_flashcomm1", "enable_shared_expert_dp"])
-def test_flashcomm_of_vllm_ascend_0_23_is_declined_where_it_is_more_than_chunks(
-    setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    staged, sparse = make_configured(), make_configured()
+def test_flashcomm_of_vllm_ascend_0_23_is_declined_in_pipelines(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = make_configured()
     staged.parallel_config.pipeline_parallel_size = 2
     install_0_23(monkeypatch, **{setting: True})
     assert list_features(staged) == ["FlashComm in a pipeline with vllm-ascend 0.23"]
-    sparse.model_config.hf_text_config.index_topk = 2048
-    assert list_features(sparse) == []
-    sparse.additional_config = {"enable_dsa_cp": True}
-    assert list_features(sparse) == ["context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)"]
     install_0_23(monkeypatch)
     assert list_features(staged) == []
 
