@@ -237,6 +237,8 @@ def report_steps(what: str, statistics: dict[str, Any] | None) -> None:
         print(f"{what}: none were split; the reason is in the log above")
         return
     print(f"{what} split: {statistics['split']}, into {statistics['micro_batches']} micro-batches")
+    if statistics.get("nano"):
+        print(f"{what} split into nano-batches: {statistics['nano']}")
     for reason, count in statistics["declined"].items():
         print(f"{what} run unsplit: {count}, because: {reason}")
 

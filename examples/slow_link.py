@@ -127,7 +127,8 @@ def compare_answers(llm: Any, prompts: list[str], max_tokens: int) -> int:
         print(f"answering, {mode} ...", file=sys.stderr, flush=True)
         llm.collective_rpc("dbo_configure", args=(MODES[mode],))
         answers[mode] = [found.outputs[0] for found in llm.generate(prompts, sampling, use_tqdm=False)]
-    split = llm.collective_rpc("dbo_statistics")[0]["split"]
+    counts = llm.collective_rpc("dbo_statistics")[0]
+    split = counts["split"] + counts["nano"]
     pairs = list(zip(prompts, answers["unsplit"], answers["dual-batch overlap"], strict=True))
     print(f"\n{'prompt':<28}answer")
     for prompt, _, answer in pairs[:: -(-len(pairs) // SHOWN)]:

@@ -65,7 +65,7 @@ class Output:
     They are the tensor that attention reduces, so attention can be run without its reduce.
 
     Attributes:
-        results: what attention has assigned [tokens, hidden].
+        results: the tensor that attention has assigned [tokens, hidden].
     """
 
     results: Any = None

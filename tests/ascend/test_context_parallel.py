@@ -24,7 +24,10 @@ from tests.support.ascend.context_parallel import (
 )
 from tests.support.ascend.drafts import assert_drafts_are_equal
 from tests.support.ascend.engines import FOUR, OPTIONS, PIPELINE, start
-from tests.support.ascend.equivalence import assert_data_parallel_prefills_are_close
+from tests.support.ascend.equivalence import (
+    assert_data_parallel_prefills_are_close,
+    assert_ranks_cut_at_their_own_boundaries_are_equal,
+)
 from tests.support.ascend.jobs import Prompts, answer, answer_in_nano_batches, cut_at_boundaries, generate, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
@@ -44,9 +47,9 @@ from tests.support.vllm.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 ROUNDING = 0.25  # of log-probabilities, from bfloat16: chunks are projected whole, not by parts that are added
-IN_STAGES = {V32: [], GLM: ["stages of a pipeline pass on which keys sparse attention has chosen"]}
-if find_release() != LATEST_ASCEND:
-    IN_STAGES = dict.fromkeys((V32, GLM), ["not supported yet: FlashComm in a pipeline with vllm-ascend 0.23"])
+PASSED_ON = "stages of a pipeline pass on which keys sparse attention has chosen"
+STAGED = "not supported yet: FlashComm in a pipeline with vllm-ascend 0.23"
+IN_STAGES = {V32: [], GLM: [PASSED_ON]} if find_release() == LATEST_ASCEND else {V32: [STAGED], GLM: [STAGED]}
 DECODES = [make_prompts(40, 30, 20, 10, 5, 50)]
 
 
@@ -119,6 +122,13 @@ def test_drafts_are_verified_by_chunks(name: str, tmp_path: Path) -> None:
     model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
     for npus in start(1, model, **SHARED_OUT, **DRAFTS):
         assert_drafts_are_equal(npus)
+
+
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_data_parallel_ranks_cut_at_their_own_boundaries_are_equal(name: str, tmp_path: Path) -> None:
+    model = make_family(name, tmp_path, **(SHARING if name == GLM else {}))
+    for npus in start(2, model, FOUR, **SHARED_OUT):
+        assert_ranks_cut_at_their_own_boundaries_are_equal(npus)
 
 
 @pytest.mark.parametrize("name", [V32, GLM])

@@ -50,6 +50,7 @@ from tests.support.ascend.traps import keep_rotary_tables
 from tests.support.vllm.engine import Engine, find_difference
 from tests.support.vllm.families import INDEXED, make_family
 
+TABLES = int(find_release() == LATEST_ASCEND)  # builders of 0.23 keep none
 LONG = {
     "max_position_embeddings": 4096,
     "rope_scaling": {**INDEXED["rope_scaling"], "original_max_position_embeddings": 4096},
@@ -145,7 +146,7 @@ def test_drafts_of_an_mtp_layer_are_accepted_alike(name: str, workers: int, tmp_
     model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
     for npus in start(1, model, **share_out(workers), **DRAFTS):
         assert_drafts_are_equal(npus)
-        assert npus.run(count_tables) == [[1] * workers]
+        assert npus.run(count_tables) == [[TABLES] * workers]
 
 
 def find_preparation(engine: Engine, rank: int) -> list[set[str]]:

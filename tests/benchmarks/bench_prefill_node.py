@@ -32,7 +32,7 @@ from tests.benchmarks.measured_hosts import (
     run_program,
 )
 from tests.benchmarks.served_hosts import NAME, Server, serve, wait_until_up
-from tests.benchmarks.serving_report import ENOUGH, MODES, OFF, TARGET_RATE
+from tests.benchmarks.serving_report import ENOUGH, MODES, OFF, SPLIT, TARGET_RATE
 from tests.benchmarks.two_hosts_cells import NO_LIMIT
 from tests.support.page import make_table, tell_section
 
@@ -113,7 +113,8 @@ def run_once(setting: Setting, prefill: Server, decode: Server, mode: str, reque
         raise BenchError(f"the client failed: {(done.stderr.splitlines() or ['no output'])[-1]}")
     after = prefill.call("dbo_statistics")
     unsplit = sum(after["declined"].values()) - sum(before["declined"].values())
-    return Run(mode, **json.loads(done.stdout), split=after["split"] - before["split"], unsplit=unsplit)
+    split = sum(after[name] - before[name] for name in SPLIT)
+    return Run(mode, **json.loads(done.stdout), split=split, unsplit=unsplit)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from tests.benchmarks.serving_report import (
     MODES,
     OFF,
     ON,
+    SPLIT,
     TARGET_LOAD,
     TARGET_RATE,
     WITHOUT,
@@ -166,7 +167,7 @@ def run_once(setting: Setting, server: Server, load: OfferedLoad, mode: str) -> 
     figures = send(setting, server, load)
     after = server.call("dbo_statistics")
     unsplit = sum(after["declined"].values()) - sum(before["declined"].values())
-    return Run(load, mode, figures, after["split"] - before["split"], unsplit)
+    return Run(load, mode, figures, sum(after[name] - before[name] for name in SPLIT), unsplit)
 
 
 def say(line: str) -> None:

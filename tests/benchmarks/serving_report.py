@@ -20,6 +20,7 @@ HEADER = (
     "TPOT mean, ms",
 )
 EVIDENCE = ("requests/s offered", "mode", "TTFT p99, ms", "steps split")
+SPLIT = ("split", "nano")  # counts of steps in micro-batches, and in nano-batches
 MODES = {  # of a server with the plugin: settings
     OFF: {"DBO_MODE": "off"},
     ON: {"DBO_MODE": "auto"},

@@ -10,8 +10,8 @@ OFF, SYNCHRONOUS = "unsplit", "split, no overlap"
 UNPLANNED, PLANNED = "overlap, no costs", "overlap, planned"
 MODES = {  # what is compared -> its settings; engines have measured their costs at each rate
     OFF: {"DBO_MODE": "off"},
-    SYNCHRONOUS: {"DBO_MODE": "always", "DBO_POLICY": "sequential", "DBO_MICRO_BATCHES": "2"},
-    UNPLANNED: {"DBO_MODE": "always", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
+    SYNCHRONOUS: {"DBO_MODE": "always", "DBO_SPLIT": "micro", "DBO_POLICY": "sequential", "DBO_MICRO_BATCHES": "2"},
+    UNPLANNED: {"DBO_MODE": "always", "DBO_SPLIT": "micro", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
     PLANNED: {"DBO_MODE": "auto", "DBO_PROBATION": "0"},  # which would run some steps the other way
 }
 NO_LIMIT = "none"

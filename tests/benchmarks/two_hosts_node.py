@@ -142,9 +142,9 @@ def time_once(llm: Any, workload: Workload, mode: str) -> tuple[float, list[tupl
 
 
 def count_steps(llm: Any) -> tuple[int, int]:
-    """Return how many steps ran unsplit, and how many split."""
+    """Return how many steps ran unsplit, and how many split, into micro-batches or nano-batches."""
     statistics = llm.collective_rpc("dbo_statistics")[0]
-    return sum(statistics["declined"].values()), statistics["split"]
+    return sum(statistics["declined"].values()), statistics["split"] + statistics["nano"]
 
 
 def look_into(kept: dict[str, Any]) -> StepFigures:

@@ -20,7 +20,6 @@ ASCEND_REMEDIES = (
             "not supported yet: FlashComm (sequence-parallel MoE) with deepstack",
             "not supported yet: FlashComm in a pipeline with vllm-ascend 0.23",
             "not supported yet: FlashComm 2",
-            "not supported yet: context parallel sparse attention as in vllm-ascend 0.23 (enable_dsa_cp)",
             "not supported yet: MegaMoe (enable_fused_mc2: 2)",
             "not supported yet: products fused with their all-reduce (enable_matmul_allreduce)",
             "not supported yet: a separate stream for the gate (multistream_overlap_gate)",

@@ -23,6 +23,7 @@ SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Models with sparse attention whose split steps have been compared with unsplit ones."""
 
 STABLE_ASCEND_MODELS = (
+    *SPARSE_MODELS,
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
@@ -52,7 +53,6 @@ ASCEND_MODELS = (
     "MiniMaxM3SparseForConditionalGeneration",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
-    *SPARSE_MODELS,
 )
 """Models whose split steps have been compared with unsplit ones on vllm-ascend 0.30.0rc2."""
 
@@ -94,7 +94,7 @@ PROVEN_ON_ASCEND = {
     ),
     "0.23.0.post1": Proven(
         STABLE_ASCEND_MODELS,
-        quantizations=("W8A8", "W8A8_DYNAMIC"),
+        quantizations=("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC"),
         drafters=("ngram", "suffix", "qwen3_5_mtp"),
         compared_options=("enable_flashcomm1", "enable_fused_mc2", "enable_shared_expert_dp"),
     ),

@@ -47,7 +47,7 @@ DATA_PARALLEL = {
     DEEPSEEK_V4: f"{DEEPSEEK_V4}::test_data_parallel_ranks_of_chunks_are_equal",
     EQUIVALENCE: "test_data_parallel.py::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
     SPARSE: f"{SPARSE}::test_data_parallel_ranks_of_different_sizes_are_equal",
-    LINEAR: f"{LINEAR}::test_data_parallel_ranks_are_equal_to_the_bit",
+    LINEAR: f"{LINEAR}::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
     MINIMAX: f"{MINIMAX}::test_data_parallel_ranks_of_chunks_are_equal",
 }
 PIPELINES = {SPARSE: f"{SPARSE}::test_stages_of_a_pipeline_are_equal"}
