@@ -24,10 +24,6 @@ from tests.support.ascend.context_parallel import (
 )
 from tests.support.ascend.drafts import assert_drafts_are_equal
 from tests.support.ascend.engines import FOUR, OPTIONS, PIPELINE, start
-from tests.support.ascend.equivalence import (
-    assert_data_parallel_prefills_are_close,
-    assert_ranks_cut_at_their_own_boundaries_are_equal,
-)
 from tests.support.ascend.jobs import Prompts, answer, answer_in_nano_batches, cut_at_boundaries, generate, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_model
 from tests.support.ascend.mtp_layers import DRAFTS, add_mtp_layer
@@ -36,7 +32,6 @@ from tests.support.ascend.sparse_attention import (
     QUANTIZED,
     SHARING,
     V32,
-    assert_data_parallel_steps_are_equal,
     assert_steps_are_equal,
     share_rows,
 )
@@ -122,22 +117,6 @@ def test_drafts_are_verified_by_chunks(name: str, tmp_path: Path) -> None:
     model = add_mtp_layer(make_family(name, tmp_path, **(SHARING if name == GLM else {})))
     for npus in start(1, model, **SHARED_OUT, **DRAFTS):
         assert_drafts_are_equal(npus)
-
-
-@pytest.mark.parametrize("name", [V32, GLM])
-def test_data_parallel_ranks_cut_at_their_own_boundaries_are_equal(name: str, tmp_path: Path) -> None:
-    model = make_family(name, tmp_path, **(SHARING if name == GLM else {}))
-    for npus in start(2, model, FOUR, **SHARED_OUT):
-        assert_ranks_cut_at_their_own_boundaries_are_equal(npus)
-
-
-@pytest.mark.parametrize("name", [V32, GLM])
-def test_data_parallel_chunks_of_attention_are_equal(name: str, tmp_path: Path) -> None:
-    model = make_family(name, tmp_path, **(SHARING if name == GLM else {}))
-    prompts, arrive = [make_prompts(30, 7, 200, 90), make_prompts(40, 11)], [(0, 0, 1, 3), (0, 3)]
-    for npus in start(2, model, FOUR, **SHARED_OUT):
-        assert_data_parallel_prefills_are_close(npus, 0.0)
-        assert_data_parallel_steps_are_equal(npus, prompts, arrive)
 
 
 def test_without_a_remedy_answers_are_wrong(tmp_path: Path) -> None:

@@ -9,20 +9,13 @@ import pytest
 
 from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import answer, make_prompts
+from tests.support.ascend.options import RECORDER
 from tests.support.vllm.engine import Answer, Engine, find_difference
 from tests.support.vllm.layer_events import SAVE, WAIT, WRITTEN, Event
 from tests.support.vllm.ranks import Ranks
 
 PROMPTS = make_prompts(40, 130, 64)
 LAYERS = 3
-RECORDER = {
-    "kv_transfer_config": {
-        "kv_connector": "HookRecorder",
-        "kv_connector_module_path": "tests.support.ascend.hook_recorder",
-        "kv_role": "kv_both",
-    },
-    "worker_extension_cls": "tests.support.vllm.layer_recorder.Extension",
-}
 
 
 @pytest.fixture(scope="module")

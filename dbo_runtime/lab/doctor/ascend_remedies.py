@@ -23,7 +23,6 @@ ASCEND_REMEDIES = (
             "not supported yet: MegaMoe (enable_fused_mc2: 2)",
             "not supported yet: products fused with their all-reduce (enable_matmul_allreduce)",
             "not supported yet: a separate stream for the gate (multistream_overlap_gate)",
-            "not supported yet: weights shared out by layer (layer_sharding)",
             "not supported yet: a separate tensor parallel group for o_proj",
             "not supported yet: a separate tensor parallel group for the MLP",
             "not supported yet: shared experts among the routed ones (mix_placement)",
@@ -52,7 +51,6 @@ ASCEND_REMEDIES = (
         (
             "not supported yet: decode context parallel in a pipeline",
             "not supported yet: decode context parallel without sparse attention",
-            "not supported yet: decode context parallel with vllm-ascend 0.23",
             "not supported yet: KV cache pipelines (kvpp_config)",
             "not supported yet: sparse KV offload",
             "not supported yet: xlite graphs",
@@ -70,6 +68,15 @@ ASCEND_REMEDIES = (
         ("not supported yet: vLLM's second model runner with vllm-ascend",),
         "that runner needs Triton, and nothing has run it here",
         "VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    Remedy(
+        (
+            "not supported yet: decode context parallel with vllm-ascend 0.23",
+            "not supported yet: weights shared out by layer (layer_sharding)",
+        ),
+        "steps have nano-batches only, which leave attention whole: a micro-batch has no metadata of keys on other "
+        "ranks, and would call for a layer's weights twice",
+        "DBO_SPLIT=nano, or `auto`",
     ),
     Remedy(
         ("stages of a pipeline pass on which keys sparse attention has chosen",),

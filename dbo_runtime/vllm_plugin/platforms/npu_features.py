@@ -189,8 +189,13 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
     shards_cache = vllm_config.parallel_config.decode_context_parallel_size > 1
     in_pipeline = vllm_config.parallel_config.pipeline_parallel_size > 1
     has_chunks, architecture = replicates_shared_experts(config), vllm_config.model_config.architecture
-    features = (
+    # Nano-batches leave attention its own metadata, and call it once a layer, in the order of the layers.
+    of_micro_batches = (
         (shards_cache, "decode context parallel with vllm-ascend 0.23"),
+        (bool(config.layer_sharding), "weights shared out by layer (layer_sharding)"),
+    )
+    yield from _decline_used(of_micro_batches, only_micro=True)
+    features = (
         (has_chunks and in_pipeline, "FlashComm in a pipeline with vllm-ascend 0.23"),
         (architecture == "DeepseekV4ForCausalLM", "DeepSeek V4 as in vllm-ascend 0.23"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
@@ -198,10 +203,9 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
         (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),
         (config.enable_matmul_allreduce, "products fused with their all-reduce (enable_matmul_allreduce)"),
         (config.multistream_overlap_gate, "a separate stream for the gate (multistream_overlap_gate)"),
-        (bool(config.layer_sharding), "weights shared out by layer (layer_sharding)"),
     )
-    return _decline_used(features)
+    yield from _decline_used(features)
 
 
-def _decline_used(features: Iterable[tuple[bool, str]]) -> Iterator[Decline]:
-    return (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
+def _decline_used(features: Iterable[tuple[bool, str]], only_micro: bool = False) -> Iterator[Decline]:
+    return (Decline(f"not supported yet: {what}", only_micro=only_micro) for is_used, what in features if is_used)

@@ -17,3 +17,11 @@ GRAPHS = {
     "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]},
     "additional_config": {"ascend_compilation_config": dict.fromkeys(FUSIONS, False), **OPTIONS["additional_config"]},
 }
+RECORDER: dict[str, Any] = {  # a KV connector that notes which hooks are called
+    "kv_transfer_config": {
+        "kv_connector": "HookRecorder",
+        "kv_connector_module_path": "tests.support.ascend.hook_recorder",
+        "kv_role": "kv_both",
+    },
+    "worker_extension_cls": "tests.support.vllm.layer_recorder.Extension",
+}

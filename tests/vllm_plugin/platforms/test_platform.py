@@ -286,6 +286,12 @@ def test_features_of_vllm_ascend_0_23_are_declined_by_name(
     assert "decode context parallel with vllm-ascend 0.23" in found
 
 
+def test_what_leaves_attention_of_0_23_whole_has_nano_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_0_23(monkeypatch, layer_sharding=["o_proj"], multistream_overlap_gate=True)
+    found = get_platform("npu").list_unsupported(make_configured(ranks_with_keys=2))
+    assert [decline.only_micro for decline in found] == [True, True, False]
+
+
 @pytest.mark.parametrize("setting", ["enable_flashcomm1", "enable_shared_expert_dp"])
 def test_flashcomm_of_vllm_ascend_0_23_is_declined_in_pipelines(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = make_configured()
