@@ -42,17 +42,13 @@ def get_unreduced(module: Callable[..., Any], parts: Iterable[torch.nn.Module]) 
     says that results are reduced: then ranks gather their results, or all-reduce them. In 0.23 attention takes a chunk
     of the tokens, and returns its results for that.
     """
-    impls: Iterator[Any] = (getattr(part, "impl", None) for part in parts)
-    attention = next((each for each in impls if _shares_out(each)), None)
-    if attention is None:
-        return None
-    if type(attention).__name__ in ATTENTIONS:
-        return partial(_run_unreduced, module, attention.o_proj)
-    return partial(run_on_chunk, module)
-
-
-def _shares_out(attention: Any) -> bool:
-    return type(attention).__name__ in ATTENTIONS or bool(getattr(attention, "enable_dsa_cp", False))
+    attentions: Iterator[Any] = (getattr(part, "impl", None) for part in parts)
+    for attention in attentions:
+        if type(attention).__name__ in ATTENTIONS:
+            return partial(_run_unreduced, module, attention.o_proj)
+        if getattr(attention, "enable_dsa_cp", False):
+            return partial(run_on_chunk, module)
+    return None
 
 
 def _run_unreduced(module: Callable[..., Any], projection: Any, *args: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from standin_ascend import triton_kernels
 from standin_ascend.kernels import launch
-from standin_ascend.linear_attention import compute_convolution, compute_decodes, compute_prefills, update_states
+from standin_ascend.linear_attention import compute_convolution, compute_decodes, compute_prefills
 
 CHUNK = 64  # tokens of a chunk
 PREFILLS = 0  # the mode in which requests may start
@@ -56,11 +56,6 @@ def convolve(
         tensors = x, conv_state, weight, bias_opt, indices, starts, num_accepted_tokens_opt, output
         launch("CausalConv1dUpdate", compute_decodes, *tensors, activated, pad_slot_id)
     return output
-
-
-def recur(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, state: torch.Tensor, **options: Any) -> Any:
-    """`npu_recurrent_gated_delta_rule`: as the later one, of states that may be in float32."""
-    return update_states(query, key, value, state, **options)
 
 
 def gate(

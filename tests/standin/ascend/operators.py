@@ -101,7 +101,7 @@ OPERATORS = {
         "npu_gemma_rms_norm": others.norm_by_offset,
         "npu_moe_init_routing_custom": earlier.route,
         "npu_causal_conv1d_custom": earlier_states.convolve,
-        "npu_recurrent_gated_delta_rule": earlier_states.recur,
+        "npu_recurrent_gated_delta_rule": linear_attention.update_states,  # in 0.23.0
         "npu_fused_gdn_gating": earlier_states.gate,
         "moe_gating_top_k": experts.choose_experts,
         "npu_dequant_swiglu_quant": quantized.activate_product,

@@ -116,6 +116,17 @@ class NeedsWidth(FakeBuilder):
         self.block_table_width = block_table_width
 
 
+class KeepsNoDevice(FakeBuilder):
+    """A builder that finds the size of the kernel's blocks by itself, and keeps no device, as in vLLM 0.23."""
+
+    set_kernel_block_size = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kernel_block_size = 64
+        self.made_on = self.__dict__.pop("device")
+
+
 @pytest.fixture
 def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trace builders, from vLLM's own accessor on, also where an engine of this process has traced them."""

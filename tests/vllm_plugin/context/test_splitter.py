@@ -32,6 +32,7 @@ from tests.support.vllm.splitters import (
     QUERY_LENS,
     TOKENS,
     FakeBuilder,
+    KeepsNoDevice,
     NeedsWidth,
     as_plain,
     build,
@@ -548,6 +549,14 @@ def test_each_micro_batch_has_a_separate_builder_and_keeps_it() -> None:
         assert (builder.layer_names, builder.device) == (unsplit.layer_names, unsplit.device)
         assert builder.vllm_config is builder.current_config is CONFIG
         assert builder.kernel_block_size == 32
+
+
+@pytest.mark.usefixtures("_traced")
+def test_a_builder_that_keeps_no_device_is_made_on_that_of_the_metadata() -> None:
+    common = make_common()
+    for part in split(make_context(build(make_group(KeepsNoDevice), common)), 8):
+        builder = part.attn_metadata["layers.0"].builder
+        assert (builder.made_on, builder.kernel_block_size) == (common.query_start_loc.device, 64)
 
 
 @pytest.mark.usefixtures("_traced")

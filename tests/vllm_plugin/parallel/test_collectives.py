@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dbo_models.qwen_hybrid import attend_to_output
 from dbo_runtime.errors import ProgramError
 from dbo_runtime.vllm_plugin.parallel.collectives import ModelCollectives
 from dbo_runtime.vllm_plugin.platforms.platform import Platform
@@ -99,6 +100,32 @@ def test_a_module_gives_this_ranks_part_of_the_sum() -> None:
     module = Linear(group)
     assert torch.equal(module(X), (X + 1) * 2)
     assert torch.equal(ModelCollectives(CPU, group).without_reduce(module)(X), X + 1)
+
+
+class FillsOutput(torch.nn.Module):
+    """Attention that copies what it reduces to a tensor that it is given, as in vLLM 0.23."""
+
+    rotary_emb: torch.nn.Module
+
+    def __init__(self, group: FakeGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, hidden_states: torch.Tensor, output: Any, positions: torch.Tensor | None = None) -> None:
+        assert (positions is not None) == hasattr(self, "rotary_emb")
+        output[: len(hidden_states)] = self.group.all_reduce(hidden_states + 1)
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_attention_that_fills_a_tensor_gives_this_ranks_part_of_the_sum(has_positions: bool) -> None:
+    group = FakeGroup()
+    attention = FillsOutput(group)
+    if has_positions:
+        attention.rotary_emb = torch.nn.Identity()
+    positions = torch.arange(len(X))
+    assert attend_to_output(attention, positions, X).equal((X + 1) * 2)
+    unreduced = ModelCollectives(CPU, group).without_reduce(partial(attend_to_output, attention))
+    assert unreduced(positions, X).equal(X + 1)
 
 
 class CopiesIntoPadding(torch.nn.Module):
