@@ -20,6 +20,7 @@ from tests.support.ascend.equivalence import (
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
+    assert_nano_batches_are_equal,
     assert_prefills_are_equal,
 )
 from tests.support.ascend.families import OPTIONS_OF, make_model
@@ -34,7 +35,8 @@ from tests.support.vllm.families import make_family
 from tests.support.vllm.ranks import Ranks
 from tests.support.vllm.vision_families import QWEN35_MOE
 
-LINEAR = [] if find_release() == LATEST_ASCEND else [QWEN35_MOE]  # has nano-batches only in 0.30
+# Linear attention has nano-batches only in 0.30, and sparse attention in 0.23.
+FURTHER = [V32, GLM] if find_release() == LATEST_ASCEND else [QWEN35_MOE]
 
 
 def assert_steps_are_equal(npus: Ranks) -> None:
@@ -69,11 +71,19 @@ def test_stages_of_a_pipeline(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", *LINEAR, V32, GLM])
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", *FURTHER])
 def test_families(name: str, tmp_path: Path) -> None:
     for npus in start(1, make_model(name, tmp_path), **TWO, **FLASHCOMM, **OPTIONS_OF.get(name, {})):
         assert_steps_are_equal(npus)
         assert_padded_prefills_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [V32, GLM])
+def test_sparse_attention_has_nano_batches(name: str, tmp_path: Path) -> None:
+    """Its steps of an odd number of tokens are padded."""
+    for npus in start(1, make_model(name, tmp_path), {"DBO_SPLIT": "auto"}, **TWO, **FLASHCOMM):
+        assert_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow

@@ -79,6 +79,11 @@ ASCEND_REMEDIES = (
         "DBO_SPLIT=nano, or `auto`",
     ),
     Remedy(
+        ("not supported yet: FlashComm with sparse attention and vllm-ascend 0.23, without enable_dsa_cp",),
+        "steps have nano-batches only: a micro-batch has no cache slots for the tokens that pad its step",
+        "DBO_SPLIT=nano, or `auto`; or enable_dsa_cp, with which micro-batches have them",
+    ),
+    Remedy(
         ("stages of a pipeline pass on which keys sparse attention has chosen",),
         "steps have nano-batches only; with enable_dsa_cp vllm-ascend's own answers are wrong there: "
         "docs/ascend.md#bugs-of-vllm-ascend",

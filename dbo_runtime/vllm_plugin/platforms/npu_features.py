@@ -193,6 +193,11 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
     of_micro_batches = (
         (shards_cache, "decode context parallel with vllm-ascend 0.23"),
         (bool(config.layer_sharding), "weights shared out by layer (layer_sharding)"),
+        # Steps are padded for chunks, and attention wants a slot for each token of the padding.
+        (
+            has_chunks and architecture in SPARSE_MODELS and not _shares_out_tokens(vllm_config),
+            "FlashComm with sparse attention and vllm-ascend 0.23, without enable_dsa_cp",
+        ),
     )
     yield from _decline_used(of_micro_batches, only_micro=True)
     features = (
@@ -205,6 +210,11 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
         (config.multistream_overlap_gate, "a separate stream for the gate (multistream_overlap_gate)"),
     )
     yield from _decline_used(features)
+
+
+def _shares_out_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether context parallel attention is asked for; vllm-ascend's function needs a current configuration."""
+    return bool((vllm_config.additional_config or {}).get("enable_dsa_cp"))
 
 
 def _decline_used(features: Iterable[tuple[bool, str]], only_micro: bool = False) -> Iterator[Decline]:

@@ -302,6 +302,19 @@ def test_flashcomm_of_vllm_ascend_0_23_is_declined_in_pipelines(setting: str, mo
     assert list_features(staged) == []
 
 
+@pytest.mark.parametrize("setting", ["enable_flashcomm1", "enable_shared_expert_dp"])
+def test_sparse_attention_of_0_23_that_does_not_take_the_chunks_of_flashcomm_has_nano_batches(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse = make_configured()
+    sparse.model_config.architecture, sparse.additional_config = "GlmMoeDsaForCausalLM", None
+    install_0_23(monkeypatch, **{setting: True})
+    (found,) = get_platform("npu").list_unsupported(sparse)
+    assert found.only_micro
+    sparse.additional_config = {"enable_dsa_cp": True}
+    assert list_features(sparse) == []
+
+
 def test_deepseek_v4_of_0_23_is_declined_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     served = make_configured()
     served.model_config.architecture = "DeepseekV4ForCausalLM"
