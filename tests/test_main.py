@@ -553,10 +553,14 @@ def test_the_module_is_a_program(tmp_path: Path) -> None:
     assert done.stderr.startswith("dbo_runtime plan: costs 'nothing' are neither a file nor a published case")
 
 
+# Where a shell runs the tests in the background, they and what they start ignore interrupts.
+HEARS_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def start_program(code: str, *folders: Path, **options: Any) -> subprocess.Popen[str]:
     """Start Python with *code*, with *folders* on its path, in a process group of its own."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), str(ROOT), *sys.path])}
-    words = [sys.executable, "-c", code]
+    words = [sys.executable, "-c", HEARS_INTERRUPTS + code]
     return subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
 
 
