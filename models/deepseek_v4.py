@@ -7,7 +7,7 @@ With tensor parallelism, each layer has two all-reduces, which overlap as in oth
 one micro-batch's attention (or experts) while `compute` runs the next one's. Only the reduced tensors are on `comm`.
 The residual streams, which are several times as large, stay on `compute`.
 
-Proven inside vllm-ascend 0.30.0rc2 on a stand-in for CANN only (tests/ascend/test_deepseek_v4.py).
+Proven inside vllm-ascend 0.30.0rc2 and 0.23.0.post1 on a stand-in for CANN only (tests/ascend/test_deepseek_v4.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from operator import methodcaller
 from typing import Any
 
 from dbo_models.collectives import record_gather
-from dbo_models.hyper_connections import StreamRecorder
+from dbo_models.hyper_connections import StreamRecorder, shares_out_tokens
 from dbo_models.layers import check_parts, get_layers
 from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives, name_auxiliary
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
-KNOWN = frozenset({"DeepseekV4Model", "DeepseekV4DecoderLayer", "DeepseekV4Attention", "DeepseekV4MoE"})
+KNOWN = frozenset(
+    {
+        "DeepseekV4Model",
+        "DeepseekV4DecoderLayer",
+        "DeepseekV2DecoderLayer",  # of vllm-ascend 0.23
+        "DeepseekV4Attention",
+        "DeepseekV4MoE",
+    }
+)
 
 
 class DeepseekV4Adapter:
@@ -37,14 +45,13 @@ class DeepseekV4Adapter:
         if unknown is not None:
             return unknown
         layers = list(get_layers(decoder).values())
-        if not all(hasattr(layer, "rms_norm_cast") for layer in layers):
+        if not type(decoder).__module__.startswith("vllm_ascend."):
             return Decline("DeepSeek V4 is split as vllm-ascend's class only")
-        indexers = [layer.self_attn.indexer for layer in layers if layer.self_attn.indexer is not None]
-        if any(indexer.use_index_cache for indexer in indexers):
+        if getattr(decoder.config, "use_index_cache", False):
             return Decline("layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)")
-        if any(layer.mlp.gate.bias_vl is not None for layer in layers):
+        if any(getattr(layer.mlp.gate, "bias_vl", None) is not None for layer in layers):
             return Decline("DeepSeek V4 with images is not supported")
-        if any(layer.enable_dsa_cp and not layer.use_sequence_parallel_moe for layer in layers):
+        if any(shares_out_tokens(layer) and not layer.use_sequence_parallel_moe for layer in layers):
             return Decline("context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm")
         return None
 
@@ -54,8 +61,8 @@ class DeepseekV4Adapter:
         layers, tokens = get_layers(decoder), None
         ids = p.input(INPUT_IDS) if any(layer.mlp.hash for layer in layers.values()) else None
         # Context parallel attention takes a chunk of the step's tokens, which no chunks of nano-batches make up.
-        token_wise = not any(layer.enable_dsa_cp for layer in layers.values())
-        if decoder.use_sequence_parallel_moe:
+        token_wise = not any(shares_out_tokens(layer) for layer in layers.values())
+        if getattr(decoder, "use_sequence_parallel_moe", False):
             x, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2, token_wise=token_wise)
             if ids is not None:
                 ids, _ = p.compute("chunk_ids", collectives.take_chunk, ids, outputs=2, token_wise=token_wise)
@@ -64,12 +71,12 @@ class DeepseekV4Adapter:
         for index, layer in layers.items():
             with p.layer(index):
                 streams = recorder.record_layer(layer, streams)
-                if index + 1 in decoder.aux_hidden_state_layers:
+                if index + 1 in getattr(decoder, "aux_hidden_state_layers", ()):
                     mean = p.compute("auxiliary", methodcaller("mean", dim=1), streams, token_wise=token_wise)
                     mean = record_gather(p, "auxiliary_gather", collectives, mean, tokens, token_wise)
                     p.output(name_auxiliary(index + 1), mean)
         streams = record_gather(p, "final_gather", collectives, streams, tokens, token_wise)
-        if decoder._needs_mtp_hidden_states:
+        if getattr(decoder, "_needs_mtp_hidden_states", True):  # in vllm-ascend 0.23, always
             p.output(KEPT, streams)
         hidden: Value = p.compute("head", partial(_finish, decoder), streams, token_wise=True)
         return hidden

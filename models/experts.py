@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,14 @@ class ExpertsRecorder:
         collectives: the ranks' communication.
         moe: the experts, decomposed.
         token_wise: whether nano-batches may be dispatched one by one.
+        routed_by: hidden states that the gate reads [tokens, hidden], where the experts read others.
     """
 
     p: ProgramBuilder
     collectives: Collectives
     moe: ExpertParallel
     token_wise: bool = True
+    routed_by: Value | None = None
 
     def record(self, x: Value, input_ids: Value | None = None) -> Value:
         """Declare a mixture of experts whose tokens are dispatched, [tokens, hidden] -> [tokens, hidden].
@@ -35,14 +37,18 @@ class ExpertsRecorder:
         """
         if not self.moe.is_sequence_parallel:
             return self.record_dispatch(x, input_ids=input_ids)
-        chunk, tokens = self.p.compute("chunk", self.collectives.take_chunk, x, outputs=2, token_wise=self.token_wise)
+        chunk, tokens = self._record_chunk("chunk", x)
         if input_ids is not None:
-            input_ids, _ = self.p.compute(
-                "chunk_ids", self.collectives.take_chunk, input_ids, outputs=2, token_wise=self.token_wise
-            )
-        merged = self.record_dispatch(chunk, tokens, x, input_ids)
+            input_ids, _ = self._record_chunk("chunk_ids", input_ids)
+        routed_by = None if self.routed_by is None else self._record_chunk("gate_chunk", self.routed_by)[0]
+        merged = replace(self, routed_by=routed_by).record_dispatch(chunk, tokens, x, input_ids)
         gathered: Value = record_gather(self.p, "gather", self.collectives, merged, tokens)
         return gathered
+
+    def _record_chunk(self, name: str, x: Value) -> tuple[Value, Value]:
+        """Declare that this rank takes its chunk; return it, and the number of tokens in all chunks."""
+        chunk, tokens = self.p.compute(name, self.collectives.take_chunk, x, outputs=2, token_wise=self.token_wise)
+        return chunk, tokens
 
     def record_dispatch(
         self, x: Value, tokens: Value | None = None, gathered: Value | None = None, input_ids: Value | None = None
@@ -65,7 +71,8 @@ class ExpertsRecorder:
         declare = partial(p.may_move_to_side if moe.may_move_to_side else p.compute, token_wise=self.token_wise)
         communicate = partial(p.comm, communicator="experts", token_wise=self.token_wise)
         gate = partial(_choose_by_ids, moe) if tokens is None and input_ids is not None else moe.gate
-        routing = declare("gate", gate, x, *(value for value in (tokens, input_ids) if value is not None))
+        reads = x if self.routed_by is None else self.routed_by
+        routing = declare("gate", gate, reads, *(value for value in (tokens, input_ids) if value is not None))
         shared: list[Value] = []
         if moe.exchanges_sizes:
             routing = communicate("sizes", moe.exchange_sizes, routing, overwrites=(routing,))

@@ -45,10 +45,11 @@ class StreamRecorder:
         )
         x = self.record_attention(layer, x)
         streams = p.compute("attn_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
-        x, cast, post, comb = p.compute(
-            "mlp_mix", partial(_mix_for_experts, layer), streams, outputs=4, token_wise=self.token_wise
+        casts = hasattr(layer, "rms_norm_cast")  # from vllm-ascend 0.30 on
+        x, *cast, post, comb = p.compute(
+            "mlp_mix", partial(_mix_for_experts, layer), streams, outputs=3 + casts, token_wise=self.token_wise
         )
-        x = self.record_mlp(layer.mlp, x, cast)
+        x = self.record_mlp(layer.mlp, x, *cast)
         spread: Value = p.compute("mlp_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
         return spread
 
@@ -63,7 +64,7 @@ class StreamRecorder:
             x = p.compute("attention", collectives.without_reduce(run), self.positions, x, ordered=True)
             reduced: Value = record_reduce(p, "attn_reduce", collectives, x)
             return reduced
-        if layer.enable_dsa_cp:
+        if shares_out_tokens(layer):
             attended: Value = p.compute("attention", run, self.positions, x, ordered=True)
             return attended
         x = record_gather(p, "attn_gather", collectives, x, self.tokens)
@@ -71,17 +72,18 @@ class StreamRecorder:
         chunk: Value = p.comm("attn_scatter", collectives.reduce_scatter, x, outputs=2, token_wise=True)[0]
         return chunk
 
-    def record_mlp(self, mlp: Any, x: Value, cast: Value) -> Value:
+    def record_mlp(self, mlp: Any, x: Value, *cast: Value) -> Value:
         """Declare the experts, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
-        *cast* is *x* in float32, for the router. An op that takes only *x* casts it itself.
+        *cast* is *x* in float32, for the router. An op that takes only *x* casts it itself. Without a cast, a layer
+        finds the ids of its tokens in the forward context.
         """
         p, collectives, ids = self.p, self.collectives, self.input_ids if mlp.hash else None
         moe = collectives.decompose(mlp.experts, takes_chunks=True)
         assert moe is not None or self.tokens is None, "experts of chunks are dispatched"
         if moe is None:
-            run = collectives.without_reduce(partial(_run_experts, mlp))
-            x = p.compute("moe", run, x, cast, *(() if ids is None else (ids,)), token_wise=True)
+            run = collectives.without_reduce(partial(_run_experts, mlp) if cast else mlp)
+            x = p.compute("moe", run, x, *cast, *(() if ids is None or not cast else (ids,)), token_wise=True)
         elif self.tokens is None:
             x = ExpertsRecorder(p, collectives, moe).record(x, ids)
         else:
@@ -91,14 +93,23 @@ class StreamRecorder:
         return x
 
 
+def shares_out_tokens(layer: Any) -> bool:
+    """Return whether the layer's attention takes and returns a chunk of the tokens (`enable_dsa_cp`).
+
+    In vllm-ascend 0.23 it does so inside layers that hand on all tokens here.
+    """
+    return getattr(layer, "enable_dsa_cp", False)
+
+
 def _mix_for_attention(layer: Any, streams: Any) -> tuple[Any, Any, Any]:
     x, post, comb = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base)
     return layer.input_layernorm(x), post, comb
 
 
-def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, Any, Any, Any]:
+def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, ...]:
     x, post, comb = layer.hc_pre(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base)
-    return (*layer.rms_norm_cast(x), post, comb)
+    normed = layer.rms_norm_cast(x) if hasattr(layer, "rms_norm_cast") else (layer.post_attention_layernorm(x),)
+    return (*normed, post, comb)
 
 
 def _run_experts(mlp: Any, x: Any, cast: Any, input_ids: Any = None) -> Any:

@@ -57,7 +57,7 @@ def call_attention(attention: Any, positions: Any, x: Any) -> Any:
 class LayerRecorder:
     """Declares decoders whose norms add the residual, and the parts of their layers.
 
-    Layers have `input_layernorm`, `self_attn` (or `linear_attn`), `post_attention_layernorm` and `mlp` (or
+    Layers have `input_layernorm`, `self_attn` (or `attn`, `linear_attn`), `post_attention_layernorm` and `mlp` (or
     `block_sparse_moe`). Norms take (x, residual) and add before they norm. Attention and MLP end in an all-reduce.
 
     Attributes:
@@ -174,7 +174,7 @@ class LayerRecorder:
         without_reduce = keep_reduce if leaves_reduce(layer) else self.collectives.without_reduce
         if latent is not None:
             return self.record_latent_attention(latent, without_reduce, x)
-        name = "attention" if hasattr(layer, "self_attn") else "linear_attention"  # two names: their costs differ
+        name = "linear_attention" if hasattr(layer, "linear_attn") else "attention"  # two names: their costs differ
         module = without_reduce(partial(self.attend, attention))
         divided = record_divided(self.collectives, attention, self.attend, without_reduce)
         attended: Value = self.p.compute(name, module, self.positions, x, ordered=True, divided=divided)
@@ -245,7 +245,8 @@ def get_layers(decoder: Any) -> dict[int, Any]:
 
 def get_attention(layer: Any) -> Any:
     """Return a layer's attention, or its linear attention."""
-    return layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+    names = ("self_attn", "attn", "linear_attn")
+    return next(getattr(layer, name) for name in names if hasattr(layer, name))
 
 
 def get_mlp(layer: Any) -> Any:
@@ -264,7 +265,7 @@ def leaves_reduce(layer: Any) -> bool:
 
 def check_attention(decoder: Any) -> Decline | None:
     """Decline dual chunk attention, which goes by a known class name."""
-    attentions = [layer.self_attn for layer in get_layers(decoder).values()]
+    attentions = map(get_attention, get_layers(decoder).values())
     uses_chunks = any(getattr(attention, "dual_chunk_attention_config", None) for attention in attentions)
     return Decline("dual chunk attention is not supported") if uses_chunks else None
 

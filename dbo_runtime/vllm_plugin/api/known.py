@@ -26,6 +26,7 @@ STABLE_ASCEND_MODELS = (
     *SPARSE_MODELS,
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV4ForCausalLM",
     "Glm4MoeForCausalLM",
     "InternVLChatModel",
     "LlamaForCausalLM",
@@ -47,7 +48,6 @@ STABLE_ASCEND_MODELS = (
 
 ASCEND_MODELS = (
     *STABLE_ASCEND_MODELS,
-    "DeepseekV4ForCausalLM",
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
@@ -95,7 +95,7 @@ PROVEN_ON_ASCEND = {
     "0.23.0.post1": Proven(
         STABLE_ASCEND_MODELS,
         quantizations=("W4A8_DYNAMIC", "W8A8", "W8A8_DYNAMIC"),
-        drafters=("ngram", "suffix", "qwen3_5_mtp"),
+        drafters=("ngram", "suffix", "deepseek_mtp", "qwen3_5_mtp"),
         compared_options=("enable_flashcomm1", "enable_fused_mc2", "enable_shared_expert_dp"),
     ),
 }

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 DECODE_LEN = 1  # builders for linear attention recognize decodes with drafts by other means
 DRAFTS = "num_decode_draft_tokens_cpu"  # one entry per request; negative if no drafts are verified
 PER_REQUEST = ("num_accepted_tokens", DRAFTS)  # per-request arguments of such a build
-COUNT = "num_actual_reqs"  # vllm-ascend's argument: later requests are padding
-SHARED = "common_ratio_to_sas_metadata"  # vllm-ascend's argument: data that a step's builders leave for each other
+COUNTS = ("num_actual_reqs", "num_reqs_actual")  # vllm-ascend's argument, and of 0.23: later requests are padding
+SHARED = tuple(f"{part}_ratio_to_sas_metadata" for part in ("common", "prefill", "decode"))
+"""vllm-ascend's arguments, the last two of 0.23: data that a step's builders leave for each other."""
 ALIGNED = "align"  # with prefix caching, states are kept at the ends of blocks
 
 
@@ -42,11 +43,12 @@ def slice_arguments(
     if unknown:
         return Decline("unknown argument of a builder of attention metadata", ", ".join(unknown))
     own = {name: arguments[name][piece.requests] for name in PER_REQUEST if arguments.get(name) is not None}
-    if arguments.get(COUNT) is not None:
-        first, last = piece.first_request, piece.last_request
-        own[COUNT] = min(max(arguments[COUNT] - first, 0), last - first)
-    if SHARED in arguments:
-        own[SHARED] = {} if shared is None else shared
+    first, last = piece.first_request, piece.last_request
+    for name in COUNTS:
+        if arguments.get(name) is not None:
+            own[name] = min(max(arguments[name] - first, 0), last - first)
+    data: dict[Any, Any] = {} if shared is None else shared
+    own |= {name: data.setdefault(name, {}) for name in SHARED if name in arguments}
     return {**arguments, **own}
 
 

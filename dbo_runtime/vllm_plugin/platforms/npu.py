@@ -86,10 +86,17 @@ class NpuPlatform(Platform):
         return list_unproven(vllm_config, _find_proven())
 
     def cuts_ops(self, vllm_config: VllmConfig) -> bool:
-        """Return False if attention takes a chunk of the step's tokens, which no chunks of nano-batches make up."""
-        from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
+        """Return False if attention takes a chunk of the step's tokens, which no chunks of nano-batches make up.
 
-        return vllm_config.model_config.architecture != "DeepseekV4ForCausalLM" or not shares_out_tokens()
+        In vllm-ascend 0.23, layers hand on all tokens in split steps.
+        """
+        from vllm_ascend.ascend_config import get_ascend_config
+
+        from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
+        from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import is_earlier
+
+        is_other = vllm_config.model_config.architecture != "DeepseekV4ForCausalLM"
+        return is_other or not shares_out_tokens() or is_earlier(get_ascend_config())
 
     def find_stage_buffers(self, model: torch.nn.Module) -> StageBuffers:
         """Return the buffer of keys chosen by sparse attention, where stages hand on its rows."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
 
 ATTENTIONS = ("AscendSFADSACPImpl", "AscendSFADSADCPImpl")
+OF_COMPRESSED = "AscendDSACPImpl"  # DeepSeek V4's. From 0.30 on, its adapter hands it chunks
 SHARDED = ("AscendSFADCPMetadata", "AscendSFADSADCPMetadata")
 """Metadata of attention whose KV cache is sharded."""
 
@@ -40,13 +41,13 @@ def get_unreduced(module: Callable[..., Any], parts: Iterable[torch.nn.Module]) 
 
     Ranks return partial sums: their own results, with zeros for other tokens. From 0.30 on, the last projection's flag
     says that results are reduced: then ranks gather their results, or all-reduce them. In 0.23 attention takes a chunk
-    of the tokens, and returns its results for that.
+    of the tokens, and returns its results for that. DeepSeek V4's attention is split there only.
     """
     attentions: Iterator[Any] = (getattr(part, "impl", None) for part in parts)
     for attention in attentions:
         if type(attention).__name__ in ATTENTIONS:
             return partial(_run_unreduced, module, attention.o_proj)
-        if getattr(attention, "enable_dsa_cp", False):
+        if getattr(attention, "enable_dsa_cp", False) or type(attention).__name__ == OF_COMPRESSED:
             return partial(run_on_chunk, module)
     return None
 

@@ -68,6 +68,10 @@ class AlignedTokens:
         """Return the token ids [tokens] unchanged."""
         return input_ids
 
+    def all_gather_input_id_with_dp_group(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the token ids [tokens] unchanged; the method's name in 0.23.0."""
+        return input_ids
+
     def pad_and_split_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the token ids [tokens] unchanged."""
         return input_ids

@@ -202,7 +202,6 @@ def _list_earlier(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Dec
     yield from _decline_used(of_micro_batches, only_micro=True)
     features = (
         (has_chunks and in_pipeline, "FlashComm in a pipeline with vllm-ascend 0.23"),
-        (architecture == "DeepseekV4ForCausalLM", "DeepSeek V4 as in vllm-ascend 0.23"),
         (config.eplb_config.dynamic_eplb, "dynamic expert load balancing as in vllm-ascend 0.23 (eplb_config)"),
         (config.eplb_config.expert_map_path is not None, "an expert map as in vllm-ascend 0.23 (eplb_config)"),
         (config.flashcomm2_oproj_tensor_parallel_size > 0, "FlashComm 2"),

@@ -6,6 +6,8 @@ also routes. Here, routing comes before tokens are dispatched.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,9 @@ import torch
 
 from dbo_runtime.decline import Decline
 from dbo_runtime.engine.dispatch import DispatchedTokens
+from dbo_runtime.vllm_plugin.api.forward_context import get_current
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
-from dbo_runtime.vllm_plugin.platforms.npu_experts import MOE_METHODS
+from dbo_runtime.vllm_plugin.platforms.npu_experts import MOE_METHODS, AlignedTokens
 from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import replicates_shared_experts
 
 if TYPE_CHECKING:
@@ -62,7 +65,6 @@ class AscendFusedMoeLayer(MoeLayer):
             (layer.apply_router_weight_on_input, "weights tokens before the experts"),
             (layer.moe_config.pcp_size > 1, "is context parallel"),
             (layer.log2phy is not None, "places experts by load"),
-            (layer.tid2eid is not None, "routes by the ids of tokens"),
             (layer.multistream_overlap_gate, "routes on a stream of its own (multistream_overlap_gate)"),
         )
         return next((Decline(f"the MoE layer {what}") for is_used, what in checks if is_used), None)
@@ -70,25 +72,29 @@ class AscendFusedMoeLayer(MoeLayer):
     def choose_experts(
         self, x: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token]."""
-        assert input_ids is None, "`check` declines experts that are chosen by the token"
+        """Route *x* [tokens, hidden] -> weights and ids of experts [tokens, experts per token].
+
+        Experts that are chosen by token id take the ids from the forward context.
+        """
         from vllm_ascend.ops.fused_moe.experts_selector import select_experts
 
         layer = self._layer
-        weights, ids = select_experts(
-            hidden_states=x,
-            router_logits=self._route(x),
-            top_k=layer.top_k,
-            use_grouped_topk=layer.use_grouped_topk,
-            renormalize=layer.renormalize,
-            topk_group=layer.topk_group,
-            num_expert_group=layer.num_expert_group,
-            custom_routing_function=layer.custom_routing_function,
-            scoring_func=layer.scoring_func,
-            routed_scaling_factor=layer._original_routed_scaling_factor,
-            e_score_correction_bias=layer.e_score_correction_bias,
-            num_experts=layer.moe_config.num_experts,
-        )
+        with _tokens_aligned(input_ids):
+            weights, ids = select_experts(
+                hidden_states=x,
+                router_logits=self._route(x),
+                top_k=layer.top_k,
+                use_grouped_topk=layer.use_grouped_topk,
+                renormalize=layer.renormalize,
+                topk_group=layer.topk_group,
+                num_expert_group=layer.num_expert_group,
+                custom_routing_function=layer.custom_routing_function,
+                scoring_func=layer.scoring_func,
+                routed_scaling_factor=layer._original_routed_scaling_factor,
+                e_score_correction_bias=layer.e_score_correction_bias,
+                num_experts=layer.moe_config.num_experts,
+                tid2eid=None if input_ids is None else layer.tid2eid,
+            )
         return weights, ids
 
     def run_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,3 +150,18 @@ class AscendFusedMoeLayer(MoeLayer):
         layer = copy(self._layer)
         layer.multistream_overlap_shared_expert = False
         return layer
+
+
+@contextmanager
+def _tokens_aligned(input_ids: torch.Tensor | None) -> Iterator[None]:
+    """Return a context manager in which a router takes *input_ids* [tokens] as they are; without any it takes none."""
+    if input_ids is None:
+        yield
+        return
+    context = get_current()
+    before = context.input_ids, context.moe_comm_method
+    context.input_ids, context.moe_comm_method = input_ids, AlignedTokens()
+    try:
+        yield
+    finally:
+        context.input_ids, context.moe_comm_method = before

@@ -108,9 +108,11 @@ def complete_metadata(
 
 def _add_padding(part: AscendCommonAttentionMetadata, tokens: int) -> AscendCommonAttentionMetadata:
     """Return common metadata whose positions and slots are padded to *tokens* tokens, as by vllm-ascend's runner."""
-    padding = tokens - part.num_actual_tokens
-    positions, slots = (pad(part.positions, (0, padding)), pad(part.slot_mapping, (0, padding), value=NO_SLOT))
-    return replace(part, positions=positions, slot_mapping=slots, num_input_tokens=tokens)
+    padding = (0, tokens - part.num_actual_tokens)
+    padded = {"positions": pad(part.positions, padding), "slot_mapping": pad(part.slot_mapping, padding, value=NO_SLOT)}
+    if getattr(part, "positions_cpu", None) is not None:  # in 0.23.0, with compressed keys
+        padded["positions_cpu"] = pad(part.positions_cpu, padding)
+    return replace(part, **padded, num_input_tokens=tokens)
 
 
 def get_attention_state(
@@ -153,7 +155,7 @@ def new_rotary_tables() -> Iterator[None]:
 
 @cache
 def _import_builders() -> list[ModuleType]:
-    """Return the modules whose builders look up rotary tables. 0.23.0 lacks those of the indexer and of DeepSeek V4."""
+    """Return the modules whose builders look up rotary tables. 0.23.0 lacks that of the indexer."""
     names = [f"vllm_ascend.attention.{name}" for name in BUILDERS]
     return [import_module(name) for name in names if _is_there(name)]
 
@@ -169,9 +171,11 @@ def _make_tables(original: Callable[..., Tables]) -> Callable[..., Tables]:
     return lambda positions, use_cache=False: original(positions)
 
 
-def _make_compressed_tables(original: Callable[..., Any], positions: Any, **options: Any) -> Any:
+def _make_compressed_tables(
+    original: Callable[..., Any], positions: Any, use_cache: bool = False, **options: Any
+) -> Any:
     """Look up the tables of DeepSeek V4, which has several tables by layer."""
-    return original(positions, **{**options, "use_cache": False})
+    return original(positions, **options)
 
 
 @contextmanager

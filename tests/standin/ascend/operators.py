@@ -14,6 +14,7 @@ from standin_ascend import (
     compressed_attention,
     compression,
     earlier,
+    earlier_indexer,
     earlier_states,
     experts,
     hashed_experts,
@@ -52,6 +53,7 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     earlier.ROUTING_SCHEMA,
     earlier.INDEXER_SCHEMA,
     *earlier.META_SCHEMAS,
+    *earlier_indexer.SCHEMAS,
     *earlier_states.SCHEMAS,
     sparse.ATTENTION_SCHEMA,
     *byte_caches.SCHEMAS,
@@ -131,6 +133,9 @@ OPERATORS = {
         "npu_sparse_attn_sharedkv_metadata": compressed_attention.describe_attention,
         "npu_quant_lightning_indexer_v2": compressed_attention.choose_compressed,
         "npu_quant_lightning_indexer_v2_metadata": compressed_attention.describe_choice,
+        "npu_vllm_quant_lightning_indexer": earlier_indexer.choose_keys,  # in 0.23.0, as the next two
+        "npu_vllm_quant_lightning_indexer_metadata": earlier_indexer.describe_choice,
+        "npu_scatter_nd_update_v2": block_sparse.scatter_rows,
         "moe_gating_top_k_hash": hashed_experts.choose_experts,
     },
     "atb": {

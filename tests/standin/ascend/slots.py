@@ -45,12 +45,19 @@ def compute_slots(
     block: int,
     padding: int,
 ) -> None:
-    """Look each token's block up; tokens beyond the batch get *padding*."""
+    """Look each token's block up; tokens beyond the batch get *padding*.
+
+    So do tokens without a block: vllm-ascend 0.23 asks for slots of tokens in caches of compressed keys, which have
+    fewer blocks, and its kernel then reads beyond a request's row. Nothing uses those slots.
+    """
     slots[tokens:padded] = padding
     for request in range(requests):
         first, last = int(starts[request]), int(starts[request + 1])
         at = positions[first:last].long()
-        slots[first:last] = (table[request][at // block].long() * block + at % block).to(slots.dtype)
+        has_block = at // block < table.shape[1]
+        number = table[request][(at // block)[has_block]].long()
+        slots[first:last] = padding
+        slots[first:last][has_block] = (number * block + at[has_block] % block).to(slots.dtype)
 
 
 class SlotMappings:

@@ -19,6 +19,7 @@ AUXILIARY = (0, 3, 4, LAYERS)  # numbers of layers after which a drafter reads t
 # What a part has only where it is given: asked for with `hasattr`, or with False as its default.
 OPTIONAL = frozenset(
     {
+        "attn",
         "aux_hidden_state_layers",
         "block_sparse_moe",
         "enable_dsa_cp",
@@ -127,7 +128,8 @@ def _make_layer(index: int, form: Form, adapter: str) -> Part:
     mlp = Part(hash=index == 0) if is_dense else Part(hash=index == 0, experts=Part())
     attention = "linear_attn" if index % 2 and "Hybrid" in adapter else "self_attn"
     chunks = {"use_sequence_parallel_moe": True} if form.chunks and index != LAYERS - 2 else {}
-    return Part(mlp=mlp, enable_dsa_cp=False, **{attention: Part()}, **chunks)
+    moe = Part(experts=Part())  # Gemma 4's, beside the MLP
+    return Part(mlp=mlp, moe=moe, enable_dsa_cp=False, **{attention: Part()}, **chunks)
 
 
 def make_encoder() -> Part:

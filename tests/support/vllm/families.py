@@ -24,6 +24,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GEMMA4_EXPERTS = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1}
 LINEAR = {  # a layer of each kind in both halves: vLLM wants that of stages of a pipeline
     "num_hidden_layers": 4,
@@ -148,6 +149,37 @@ FAMILIES = {  # by architecture
         "gemma2", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
     ),
     "Gemma3ForCausalLM": Family("gemma3_text", {**ATTENTION, **SLIDING, "query_pre_attn_scalar": 32}),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text",
+        {
+            **ATTENTION,
+            **SLIDING,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            **GEMMA4_EXPERTS,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        {
+            **ATTENTION,
+            **SLIDING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 256,
+                "truncate": False,
+            },
+        },
+    ),
     "Glm4ForCausalLM": Family("glm4", {**ATTENTION, **IDS}),
     "GraniteForCausalLM": Family(
         "granite", {**ATTENTION, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}

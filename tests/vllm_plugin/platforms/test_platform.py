@@ -315,13 +315,6 @@ def test_sparse_attention_of_0_23_that_does_not_take_the_chunks_of_flashcomm_has
     assert list_features(sparse) == []
 
 
-def test_deepseek_v4_of_0_23_is_declined_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = make_configured()
-    served.model_config.architecture = "DeepseekV4ForCausalLM"
-    install_0_23(monkeypatch)
-    assert list_features(served) == ["DeepSeek V4 as in vllm-ascend 0.23"]
-
-
 @pytest.mark.parametrize(
     ("settings", "compared"),
     [
