@@ -1,7 +1,7 @@
 """Gemma 4: a norm before and after each block, and in some models experts beside the MLP.
 
-The norm after a block takes the reduced result, because it is not linear. The router and the experts each have a norm of
-their own, of the same hidden states.
+The norm after a block takes the reduced result, because it is not linear. The router and the experts read two norms of
+the same hidden states.
 """
 
 from __future__ import annotations

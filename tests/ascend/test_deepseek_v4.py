@@ -24,6 +24,7 @@ from tests.support.ascend.equivalence import (
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
     assert_prefills_are_equal,
+    assert_ranks_cut_at_their_own_boundaries_are_equal,
 )
 from tests.support.ascend.jobs import (
     answer,
@@ -81,6 +82,19 @@ def test_split_steps_are_equal_to_unsplit_ones(workers: int, tmp_path: Path) -> 
 def test_data_parallel_ranks_of_different_sizes_are_equal(tmp_path: Path) -> None:
     for npus in start(2, make_deepseek_v4(tmp_path), **SERVED):
         assert_data_parallel_prefills_are_close(npus, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "flags"), [(1, {}), (1, SHARED), (2, CHUNKS), (2, CHUNKS | SHARED | SHARED_OUT)], ids=name_flags
+)
+def test_data_parallel_ranks_cut_at_their_own_boundaries_are_equal(
+    workers: int, flags: dict[str, bool], tmp_path: Path
+) -> None:
+    """Also in vllm-ascend 0.23, which does not pad a rank to the longest batch."""
+    layout = (FOUR,) if workers > 1 else ()
+    for npus in start(2, make_deepseek_v4(tmp_path), *layout, **{**share_out(workers), **serve_with(**flags)}):
+        assert_ranks_cut_at_their_own_boundaries_are_equal(npus)
 
 
 @pytest.mark.slow

@@ -60,11 +60,6 @@ ASCEND_REMEDIES = (
         "if you can serve without it, leave it out; otherwise nothing: such a server runs unsplit",
     ),
     Remedy(
-        ("not supported yet: DeepSeek V4 as in vllm-ascend 0.23",),
-        "the model's layers are others in that release than those that the adapter takes apart",
-        "vllm-ascend 0.30.0rc2",
-    ),
-    Remedy(
         ("not supported yet: vLLM's second model runner with vllm-ascend",),
         "that runner needs Triton, and nothing has run it here",
         "VLLM_USE_V2_MODEL_RUNNER=0",

@@ -141,6 +141,8 @@ LOADING_REMEDIES = (
     Remedy(
         (
             "DeepSeek with plain attention instead of MLA is not supported",
+            "Gemma 4 with embeddings for each layer (hidden_size_per_layer_input) is not supported",
+            "Gemma 4 with kv_sharing_fast_prefill is not supported",
             "sparse attention (DeepSeek V3.2) shares index buffers between micro-batches",
             "attention scaling by position is not supported",
             "layers that scale their results are not supported",

@@ -202,9 +202,14 @@ def test_queries_attend_to_a_window_to_compressed_keys_and_to_a_sink(
 
 @settings(max_examples=scale(40))
 @given(seed=SEEDS, requests=REQUESTS)
-@covers("_C_ascend::npu_quant_lightning_indexer_v2", "_C_ascend::npu_quant_lightning_indexer_v2_metadata")
+@covers(
+    "_C_ascend::npu_quant_lightning_indexer_v2",
+    "_C_ascend::npu_quant_lightning_indexer_v2_metadata",
+    "_C_ascend::npu_vllm_quant_lightning_indexer",
+    "_C_ascend::npu_vllm_quant_lightning_indexer_metadata",
+)
 def test_the_best_keys_that_are_complete_are_chosen(standin: StandIn, seed: int, requests: Requests) -> None:
-    """A key can be seen from the last of its four tokens on."""
+    """A key can be seen from the last of its four tokens on; the operator of vllm-ascend 0.23 chooses the same."""
     generator = make_generator(seed)
     new, lengths = [count for count, _ in requests], [sum(each) for each in requests]
     query = torch.randint(-128, 128, (sum(new), 2, 8), generator=generator, dtype=torch.int8)
@@ -226,8 +231,9 @@ def test_the_best_keys_that_are_complete_are_chosen(standin: StandIn, seed: int,
     counts = torch.tensor(lengths, dtype=torch.int32)
     floats = cut_into_blocks([each.float() for each in keys], table, BLOCK)
     caches = floats.nan_to_num().to(torch.int8), cut_into_blocks(key_scales, table, BLOCK)
-    rest = table, edges_of(new), counts // 4, counts % 4
-    assert_equal(v4.choose(*put(query, caches[0], weights, scales.abs(), caches[1], *rest)), expected)
+    inputs = put(query, caches[0], weights, scales.abs(), caches[1], table)
+    assert_equal(v4.choose(*inputs, *put(edges_of(new), counts // 4, counts % 4)), expected)
+    assert_equal(v4.choose_earlier(*inputs, *put(edges_of(new)[1:], counts)), expected)
 
 
 def test_metadata_of_other_lengths_is_refused(standin: StandIn) -> None:
@@ -281,13 +287,14 @@ def test_experts_are_the_best_or_those_of_the_token(
     assert_near(weights, shares / shares.sum(-1, keepdim=True) * 1.5, dtype)
 
 
-@covers("_C_ascend::npu_scatter_nd_update_sk")
-def test_rows_are_written_to_their_blocks_and_places(standin: StandIn) -> None:
+@pytest.mark.parametrize("operator", ["npu_scatter_nd_update_sk", "npu_scatter_nd_update_v2"])
+@covers("_C_ascend::npu_scatter_nd_update_sk", "_C_ascend::npu_scatter_nd_update_v2")
+def test_rows_are_written_to_their_blocks_and_places(standin: StandIn, operator: str) -> None:
     """Of a cache whose blocks lie apart; rows with a negative block are left out."""
     generator = make_generator(0)
     whole, rows = draw(generator, 4, 5, 1, 6), draw(generator, 3, 1, 6)
     there = whole.npu()
     places = torch.tensor([[2, 1], [-1, 3], [0, 0]], dtype=torch.int32)
-    torch.ops._C_ascend.npu_scatter_nd_update_sk(there[:, :4], *put(places, rows))
+    getattr(torch.ops._C_ascend, operator)(there[:, :4], *put(places, rows))
     whole[2, 1], whole[0, 0] = rows[0], rows[2]
     assert_equal(there, whole)

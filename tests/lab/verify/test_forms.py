@@ -36,6 +36,18 @@ def test_every_architecture_passes_with_its_adapter(architecture: str, tmp_path:
     assert verification.cuts > 10
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_gemma_4_passes_without_experts(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    model_type, extra = FAMILIES["Gemma4ForCausalLM"]
+    sizes = {**SIZES, **extra, "enable_moe_block": False}
+    AutoConfig.for_model(model_type, **sizes, architectures=["Gemma4ForCausalLM"]).save_pretrained(tmp_path)
+    verification = verify_adapter(str(tmp_path))
+    assert not verification.mismatches, str(verification)
+
+
 class Attention:
     """Adds the position."""
 

@@ -187,6 +187,9 @@ FAMILIES = {  # by architecture
 }
 LINEAR_ATTENTION = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 """Those with linear attention in most layers; vLLM's kernels for it on CPU take bfloat16 only."""
+ONLY_BFLOAT16 = ("GptOssForCausalLM",)
+"""Those with attention sinks, which vLLM's kernel for CPU takes in bfloat16 only."""
+
 LATER = {"deepseek_v32": "glm_moe_dsa"}
 """Types of models that transformers 5.5 lacks, each with one whose weights have the same names."""
 

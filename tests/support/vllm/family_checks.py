@@ -5,10 +5,10 @@ from __future__ import annotations
 from dbo_runtime.adapters.registry import get_backbone_adapter
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.equivalence import MIXED, assert_close, get_unsplit, run_cut, run_in_nano_batches, run_unsplit
-from tests.support.vllm.families import FAMILIES, LINEAR_ATTENTION, SPARSE_ATTENTION
+from tests.support.vllm.families import FAMILIES, LINEAR_ATTENTION, ONLY_BFLOAT16, SPARSE_ATTENTION
 
-# The tutorial's adapter, or none; test_linear_attention.py; and tests/ascend/test_sparse_attention.py.
-ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION, *SPARSE_ATTENTION}
+# The tutorial's adapter, or none; test_linear_attention.py, test_bfloat16.py; tests/ascend/test_sparse_attention.py.
+ELSEWHERE = {"GraniteForCausalLM", *LINEAR_ATTENTION, *ONLY_BFLOAT16, *SPARSE_ATTENTION}
 OURS = tuple(name for name in FAMILIES if name not in ELSEWHERE)
 # One architecture for each adapter. tests/lab/verify/test_forms.py verifies all of them op by op, without engines.
 FORMS = tuple({type(get_backbone_adapter(name)): name for name in reversed(OURS)}.values())

@@ -1,4 +1,4 @@
-"""Tiny InternVL and Qwen3-Omni, whose configs are made of other classes than those of vision_families.py."""
+"""Tiny Gemma 4, InternVL and Qwen3-Omni, whose configs are made of other classes than those of vision_families.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.vllm.families import make_family
 from tests.support.vllm.vision_families import EXPERTS, QWEN3_TEXT, QWEN3_VISION, ROTATION, TINY
 
-INTERNVL, OMNI = "InternVLChatModel", "Qwen3OmniMoeForConditionalGeneration"
+GEMMA4, INTERNVL = "Gemma4ForConditionalGeneration", "InternVLChatModel"
+OMNI = "Qwen3OmniMoeForConditionalGeneration"
 CONFIG_CLASS = Path(__file__).with_name("configuration_internvl_chat.py")
 INTERN_VISION = {
     "model_type": "intern_vit_6b",
@@ -71,6 +72,18 @@ def make_internvl(directory: Path, language: str) -> Path:
     config = {**INTERN, "llm_config": text, "vision_config": INTERN_VISION, "torch_dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shutil.copy(CONFIG_CLASS, directory)
+    return directory
+
+
+def make_gemma4(directory: Path) -> Path:
+    """Write a Gemma 4 with experts, which is served without its encoders."""
+    make_family("Gemma4ForCausalLM", directory)
+    weights = load_file(directory / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = {"model_type": "gemma4", "architectures": [GEMMA4], "text_config": text, "vision_config": {}}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return directory
 
 

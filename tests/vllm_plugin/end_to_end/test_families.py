@@ -28,12 +28,13 @@ from tests.support.vllm.families import (
     DEEPSEEK_V4,
     LINEAR_ATTENTION,
     MINIMAX_M3,
+    ONLY_BFLOAT16,
     SPARSE_ATTENTION,
     find_backend,
     make_family,
 )
 from tests.support.vllm.family_checks import FORMS, OURS, assert_split_answers_as_unsplit
-from tests.support.vllm.multimodal_families import INTERNVL, OMNI, make_internvl
+from tests.support.vllm.multimodal_families import GEMMA4, INTERNVL, OMNI, make_gemma4, make_internvl
 from tests.support.vllm.vision_families import KIMI, QWEN3, QWEN3_MOE, QWEN25, QWEN35, QWEN35_MOE, make_kimi
 
 
@@ -57,12 +58,13 @@ def test_split_steps_answer_as_unsplit_ones(family: Engine) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "MixtralForCausalLM", "MiniMaxM2ForCausalLM"]
+    "name",
+    ["Qwen3MoeForCausalLM", "Gemma4ForCausalLM", "Glm4MoeForCausalLM", "MixtralForCausalLM", "MiniMaxM2ForCausalLM"],
 )
 def test_tokens_of_each_moe_are_dispatched_to_experts_on_other_ranks(
     name: str, tmp_path: Path, engines: Engines
 ) -> None:
-    """The gate is the experts' own, or the block's."""
+    """The gate is the experts' own, or the block's, or reads other hidden states than they do."""
     options = {"attention_backend": find_backend(name), "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
     with engines.start_ranks(2, make_family(name, tmp_path), **options) as ranks:
         assert_split_is_close(ranks, [[EDGES[0][1]], [EDGES[1][2]]])
@@ -121,6 +123,15 @@ def test_the_language_model_of_kimi_answers_split_as_unsplit(tmp_path: Path, eng
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_the_language_model_of_gemma_4_answers_split_as_unsplit(tmp_path: Path, engines: Engines) -> None:
+    """As above."""
+    options = {"enable_prefix_caching": False, "language_model_only": True, "attention_backend": "CPU_ATTN"}
+    with engines.start(2, share_cores(), make_gemma4(tmp_path / "gemma4"), **options) as engine:
+        assert_split_answers_as_unsplit(engine)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_the_language_model_of_internvl_answers_split_as_unsplit(
     language: str, tmp_path: Path, engines: Engines
@@ -138,13 +149,14 @@ def test_every_architecture_that_we_register_is_among_them() -> None:
     ours = {entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("dbo_models.")}
     others = {
         *LINEAR_ATTENTION,
+        *ONLY_BFLOAT16,
         QWEN35,
         QWEN35_MOE,
         *SPARSE_ATTENTION,
         MINIMAX_M3,
         DEEPSEEK_V4,
     }  # in files of their own
-    multimodal = {INTERNVL, KIMI, OMNI, QWEN25, QWEN3, QWEN3_MOE}  # four of them in test_qwen_vl.py
+    multimodal = {GEMMA4, INTERNVL, KIMI, OMNI, QWEN25, QWEN3, QWEN3_MOE}  # four of them in test_qwen_vl.py
     assert ours == {*OURS, *multimodal, *others}
 
 

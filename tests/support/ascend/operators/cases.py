@@ -339,6 +339,12 @@ CASES = [
         is_described=False,
     ),
     Case(
+        "_C_ascend::npu_scatter_nd_update_v2",
+        lambda g: [torch.full((8, 6), ABSENT, dtype=HALF), make_distinct(g, 8, 3).view(-1, 1), draw(g, 3, 6)],
+        deepseek_v4.update_rows,
+        is_described=False,
+    ),
+    Case(
         "_C_ascend::npu_hc_pre_v2",
         lambda g: deepseek_v4.make_streams(g, 5, 8),
         deepseek_v4.mix_streams,
@@ -422,6 +428,18 @@ CASES = [
         "_C_ascend::npu_quant_lightning_indexer_v2_metadata",
         lambda g: [deepseek_v4.EDGES, make_numbers(g, 9, 2), make_numbers(g, 4, 2)],
         deepseek_v4.describe_choice,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_vllm_quant_lightning_indexer",
+        deepseek_v4.make_earlier_choice,
+        deepseek_v4.choose_earlier,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_vllm_quant_lightning_indexer_metadata",
+        lambda g: [deepseek_v4.EDGES[1:], make_numbers(g, 9, 2)],
+        deepseek_v4.describe_earlier_choice,
         is_described=False,
     ),
     Case(

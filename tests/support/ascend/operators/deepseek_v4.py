@@ -222,6 +222,58 @@ def choose(*tensors: torch.Tensor, **changes: Any) -> Any:
     return torch.ops._C_ascend.npu_quant_lightning_indexer_v2(**inputs, **scales, **where, **options)[0]
 
 
+def describe_earlier_choice(ends: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """Return metadata as in vllm-ascend 0.23, of the ends of requests and the tokens of their keys."""
+    return torch.ops._C_ascend.npu_vllm_quant_lightning_indexer_metadata(
+        actual_seq_lengths_query=ends,
+        actual_seq_lengths_key=lengths,
+        num_heads_q=2,
+        num_heads_k=1,
+        head_dim=8,
+        query_quant_mode=0,
+        key_quant_mode=0,
+        batch_size=len(lengths),
+        max_seqlen_q=5,
+        max_seqlen_k=9,
+        layout_query="TND",
+        layout_key="PA_BSND",
+        sparse_count=TOPK,
+        sparse_mode=3,
+        pre_tokens=(1 << 63) - 1,
+        next_tokens=(1 << 63) - 1,
+        cmp_ratio=4,
+        device="npu",
+    )
+
+
+def choose_earlier(*tensors: torch.Tensor, **changes: Any) -> Any:
+    """Call the indexer as vllm-ascend 0.23 does."""
+    query, keys, weights, query_scales, key_scales, table, ends, lengths = tensors
+    options = {
+        "metadata": describe_earlier_choice(ends, lengths),
+        "query_quant_mode": 0,
+        "key_quant_mode": 0,
+        "layout_query": "TND",
+        "layout_key": "PA_BSND",
+        "sparse_count": TOPK,
+        "sparse_mode": 3,
+        "pre_tokens": (1 << 63) - 1,
+        "next_tokens": (1 << 63) - 1,
+        "cmp_ratio": 4,
+        "return_value": False,
+        **changes,
+    }
+    where = {"actual_seq_lengths_query": ends, "actual_seq_lengths_key": lengths, "block_table": table}
+    inputs = {"query": query, "key": keys, "weights": weights}
+    scales = {"query_dequant_scale": query_scales, "key_dequant_scale": key_scales}
+    return torch.ops._C_ascend.npu_vllm_quant_lightning_indexer(**inputs, **scales, **where, **options)[0]
+
+
+def make_earlier_choice(generator: torch.Generator) -> Tensors:
+    """Return what `make_choice` does, with the ends of requests, and with lengths in tokens."""
+    return [*make_choice(generator)[:6], EDGES[1:], LENGTHS]
+
+
 def make_choice(generator: torch.Generator) -> Tensors:
     keys = torch.randint(-128, 128, (7, 3, 1, 8), generator=generator, dtype=torch.int8)
     return [
@@ -274,3 +326,8 @@ def make_rotation(generator: torch.Generator) -> Tensors:
 
 def make_norm(generator: torch.Generator) -> Tensors:
     return [draw(generator, 5, 8), draw(generator, 8, dtype=HALF)]
+
+
+def update_rows(rows: torch.Tensor, places: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    torch.ops._C_ascend.npu_scatter_nd_update_v2(rows, places, updates)
+    return rows
