@@ -143,7 +143,7 @@ def test_layers_that_pass_on_chunks_of_tokens(flags: dict[str, bool], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "flags"), [(1, {}), (2, {}), (2, CHUNKS), (2, SHARED_OUT)], ids=name_flags)
+@pytest.mark.parametrize(("workers", "flags"), [(1, {}), (2, {}), (2, CHUNKS), (2, CHUNKS | SHARED_OUT)], ids=name_flags)
 def test_drafts_of_an_mtp_layer_are_accepted_alike(workers: int, flags: dict[str, bool], tmp_path: Path) -> None:
     """It reads the streams of all tokens before the model's head, which the model leaves in a buffer."""
     model = make_deepseek_v4(tmp_path, drafts=True)
@@ -277,5 +277,5 @@ def test_attention_from_chunks_of_tokens(quantized: bool, tmp_path: Path) -> Non
     model, options = make_deepseek_v4(tmp_path / "source"), {}
     if quantized:
         model, options = quantize_model(model, tmp_path / "model", DYNAMIC, DYNAMIC), QUANTIZED
-    for npus in start(1, model, **share_out(2), **serve_with(**SHARED_OUT), **options):
+    for npus in start(1, model, **share_out(2), **serve_with(**CHUNKS, **SHARED_OUT), **options):
         assert_steps_are_equal(npus)

@@ -94,7 +94,8 @@ def complete_metadata(
     """Return a slice's common metadata with its attention state, and with the *derived* fields that are set.
 
     In context parallel attention, the state only decides how ranks project their results. It stays the batch's state
-    there, because sums differ in rounding. Ranks then have chunks of all *tokens* of a slice, padding included.
+    there, because sums differ in rounding. Ranks then have chunks of all *tokens* of a slice, padding included. In
+    0.23.0, attention to compressed keys needs tables for the padding, too.
     """
     lengths = part.seq_lens_cpu_upper_bound
     queries = part.query_start_loc_cpu.diff()
@@ -103,7 +104,9 @@ def complete_metadata(
     if shares_out_tokens():
         return _add_padding(replace(part, **changed), tokens)
     state = get_attention_state(part.attn_state, values["num_computed_tokens_cpu"], queries)
-    return replace(part, **changed, attn_state=state, num_input_tokens=part.num_actual_tokens)
+    part = replace(part, **changed, attn_state=state, num_input_tokens=part.num_actual_tokens)
+    has_compressed_keys = getattr(part, "positions_cpu", None) is not None
+    return _add_padding(part, tokens) if has_compressed_keys and _have_layers_one_method() else part
 
 
 def _add_padding(part: AscendCommonAttentionMetadata, tokens: int) -> AscendCommonAttentionMetadata:
