@@ -143,7 +143,9 @@ def test_layers_that_pass_on_chunks_of_tokens(flags: dict[str, bool], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "flags"), [(1, {}), (2, {}), (2, CHUNKS), (2, CHUNKS | SHARED_OUT)], ids=name_flags)
+@pytest.mark.parametrize(
+    ("workers", "flags"), [(1, {}), (2, {}), (2, CHUNKS), (2, CHUNKS | SHARED_OUT)], ids=name_flags
+)
 def test_drafts_of_an_mtp_layer_are_accepted_alike(workers: int, flags: dict[str, bool], tmp_path: Path) -> None:
     """It reads the streams of all tokens before the model's head, which the model leaves in a buffer."""
     model = make_deepseek_v4(tmp_path, drafts=True)

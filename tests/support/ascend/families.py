@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.vllm.families import FAMILIES, LINEAR_ATTENTION, make_family
-from tests.support.vllm.multimodal_families import GEMMA4, INTERNVL, OMNI, make_gemma4, make_internvl, make_omni
+from tests.support.vllm.multimodal_families import INTERNVL, OMNI, make_internvl, make_omni
 from tests.support.vllm.vision_families import KIMI, QWEN35, QWEN35_MOE, make_kimi, make_vision_family
 
 INTERNS = {f"{INTERNVL}-{name}": name for name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")}
@@ -15,7 +15,6 @@ OPTIONS_OF = {
     "Glm4MoeForCausalLM": {"hf_overrides": {"partial_rotary_factor": 0.5}},
     **{name: {"hf_overrides": QUARTER} for name in LINEAR_ATTENTION},
     **{name: {"hf_overrides": {"text_config": QUARTER}} for name in (QWEN35, QWEN35_MOE)},
-    GEMMA4: {"language_model_only": True},
     KIMI: {"language_model_only": True},
     OMNI: {"language_model_only": True},
     "MiniMaxM2ForCausalLM": {"hf_overrides": {"scoring_func": "sigmoid"}},
@@ -24,8 +23,6 @@ OPTIONS_OF = {
 
 
 def make_model(name: str, folder: Path) -> Path:
-    if name == GEMMA4:
-        return make_gemma4(folder)
     if name == KIMI:
         return make_kimi(folder)
     if name == OMNI:
