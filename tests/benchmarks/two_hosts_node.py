@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from itertools import compress, permutations
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -153,24 +153,8 @@ def look_into(kept: dict[str, Any]) -> StepFigures:
 
     timeline = Timeline.from_dict(kept)
     parts = 1 + max(span.micro_batch for span in timeline.spans)
-    numbers = [find_nano_batch(span.op) for span in timeline.spans]
-    joint = [span.lane == "compute" and number is None for span, number in zip(timeline.spans, numbers, strict=True)]
-    seconds = sum(span.end - span.start for span in compress(timeline.spans, joint))
-    return StepFigures(
-        timeline.duration,
-        timeline.busy("comm"),
-        timeline.overlap("compute", "comm"),
-        timeline.bound,
-        parts,
-        1 + max((number for number in numbers if number is not None), default=0),
-        seconds / timeline.busy("compute"),
-    )
-
-
-def find_nano_batch(op: str) -> int | None:
-    """Return the number of the nano-batch in an op's name, such as `L3.mlp#1`; None if the op is not of one."""
-    _, mark, number = op.rpartition("#")
-    return int(number) if mark else None
+    hidden = timeline.overlap("compute", "comm")
+    return StepFigures(timeline.duration, timeline.busy("comm"), hidden, timeline.bound, parts)
 
 
 def describe(cell: Cell) -> str:
