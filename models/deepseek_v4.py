@@ -24,15 +24,8 @@ from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives, name_auxiliary
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
 
-KNOWN = frozenset(
-    {
-        "DeepseekV4Model",
-        "DeepseekV4DecoderLayer",
-        "DeepseekV2DecoderLayer",  # of vllm-ascend 0.23
-        "DeepseekV4Attention",
-        "DeepseekV4MoE",
-    }
-)
+LAYERS = {"DeepseekV4DecoderLayer", "DeepseekV2DecoderLayer"}  # of vllm-ascend 0.30 and 0.23
+KNOWN = frozenset({"DeepseekV4Model", "DeepseekV4Attention", "DeepseekV4MoE", *LAYERS})
 
 
 class DeepseekV4Adapter:

@@ -61,9 +61,10 @@ def _record_layer(blocks: BlockRecorder, layer: Any, x: Value) -> Value:
 
 def _record_experts(blocks: BlockRecorder, layer: Any, x: Value) -> Value:
     p, collectives, norm = blocks.p, blocks.collectives, layer.pre_feedforward_layernorm_2
-    moe = collectives.decompose(layer.moe.experts, layer.router, takes_chunks=True)
+    experts = layer.experts if hasattr(layer, "experts") else layer.moe.experts  # from vLLM 0.33 on, and before
+    moe = collectives.decompose(experts, layer.router, takes_chunks=True)
     if moe is None:
-        run = partial(_run_experts, layer.moe, norm, layer.router)
+        run = partial(_run_experts, experts, norm, layer.router)
         routed: Value = blocks.record_block("moe", run, x)
         return routed
     normed = p.compute("moe_norm", norm, x, token_wise=True)
@@ -71,8 +72,8 @@ def _record_experts(blocks: BlockRecorder, layer: Any, x: Value) -> Value:
     return routed if moe.is_sequence_parallel else record_reduce(p, "moe_reduce", collectives, routed)
 
 
-def _run_experts(moe: Any, norm: Any, router: Any, x: Any) -> Any:
-    return moe(norm(x), router(x))
+def _run_experts(experts: Any, norm: Any, router: Any, x: Any) -> Any:
+    return experts(norm(x), router(x))
 
 
 def _add_experts(layer: Any, dense: Any, routed: Any) -> Any:

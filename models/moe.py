@@ -1,6 +1,4 @@
-"""Decoders with grouped-query attention and a mixture of experts.
-
-GLM-4.5 to 4.7, gpt-oss, Hy3, MiniMax-M2, Mixtral and Qwen3-MoE.
+"""Decoders with grouped-query attention and a mixture of experts: GLM-4.5 to 4.7, Hy3, MiniMax-M2, Mixtral, Qwen3-MoE.
 
 With tensor parallelism, each layer ends in one all-reduce and overlaps like a dense one. With data parallelism, tokens
 are dispatched to their experts: `compute` runs the second micro-batch's attention during the first one's dispatch.
@@ -10,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbo_models.layers import Attend, LayerRecorder, Route, call_attention, check_attention, check_parts
+from dbo_models.layers import LayerRecorder, Route, check_attention, check_parts
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
 from dbo_runtime.program import ProgramBuilder, Value
@@ -18,7 +16,6 @@ from dbo_runtime.program import ProgramBuilder, Value
 QWEN3 = frozenset(
     {"Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"}
 )
-GPT_OSS = frozenset({"GptOssModel", "TransformerBlock", "OAIAttention", "MLPBlock"})
 GLM4 = frozenset({"Glm4MoeModel", "Glm4MoeDecoderLayer", "Glm4MoeAttention", "Glm4MoeMLP", "Glm4MoE"})
 HY3 = frozenset({"HYV3Model", "HYV3DecoderLayer", "HYV3Attention", "HYV3FeedForward", "HYV3MoEFused"})
 MINIMAX = frozenset({"MiniMaxM2Model", "MiniMaxM2DecoderLayer", "MiniMaxM2Attention", "MiniMaxM2MoE"})
@@ -31,15 +28,13 @@ class MoeAdapter:
     Args:
         known: classes of the decoder's parts that the adapter knows.
         route: function that returns the router's logits, for blocks that hold the gate themselves.
-        attend: function that calls an attention module.
     """
 
     takes_stages = True
 
-    def __init__(self, known: frozenset[str], route: Route | None = None, attend: Attend = call_attention) -> None:
+    def __init__(self, known: frozenset[str], route: Route | None = None) -> None:
         self._known = known
         self._route = route
-        self._attend = attend
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
@@ -48,9 +43,7 @@ class MoeAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        hidden: Value = LayerRecorder(p, collectives, positions, self._attend, self._route).record_decoder(
-            model.model, x
-        )
+        hidden: Value = LayerRecorder(p, collectives, positions, route=self._route).record_decoder(model.model, x)
         return hidden
 
 
@@ -66,15 +59,6 @@ class Glm4MoeAdapter(MoeAdapter):
 
     def __init__(self) -> None:
         super().__init__(GLM4, lambda block, x: block.gate(x.float()))
-
-
-class GptOssAdapter(MoeAdapter):
-    """gpt-oss, whose attention is called with the hidden states first."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            GPT_OSS, lambda block, x: block.router(x), lambda attention, positions, x: attention(x, positions)
-        )
 
 
 class Hy3Adapter(MoeAdapter):

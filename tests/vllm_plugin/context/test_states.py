@@ -107,13 +107,17 @@ def test_each_slice_is_told_how_many_of_its_requests_are_not_padding(total: int,
 
 def test_what_builders_of_a_step_leave_for_each_other_is_not_for_a_slice() -> None:
     left: dict[str, Any] = {"cos": torch.ones(8)}
-    arguments = {"common_ratio_to_sas_metadata": left}
+    arguments: dict[str, Any] = {"common_ratio_to_sas_metadata": left, "decode_ratio_to_sas_metadata": {}}
     own: dict[str, Any] = {}
     first, _ = cut(5, query_lens=[5, 4, 6])
     found = [slice_arguments(arguments, first, own), slice_arguments(arguments, first)]
     assert [each["common_ratio_to_sas_metadata"] for each in found if isinstance(each, dict)] == [{}, {}]
     assert isinstance(found[0], dict)
-    assert found[0]["common_ratio_to_sas_metadata"] is own, "of all builders for the slice"
+    again = slice_arguments(arguments, first, own)
+    assert isinstance(again, dict)
+    for name in arguments:
+        assert found[0][name] is again[name] is own[name], "of all builders for the slice"
+    assert found[0]["common_ratio_to_sas_metadata"] is not found[0]["decode_ratio_to_sas_metadata"]
     assert left, "the step keeps it"
 
 
