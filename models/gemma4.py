@@ -1,4 +1,4 @@
-"""Gemma 4: a norm before and after each block, and in some models experts beside the MLP.
+"""Gemma 4: a norm before and after each block, and in some models experts in parallel with the MLP.
 
 The norm after a block takes the reduced result, because it is not linear. The router and the experts read two norms of
 the same hidden states.

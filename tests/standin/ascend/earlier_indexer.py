@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from standin_ascend.compressed_attention import CAUSAL, METADATA, compute_choice, compute_description
+from standin_ascend.compressed_attention import (
+    CAUSAL,
+    METADATA,
+    check_description,
+    compute_choice,
+    compute_description,
+)
 from standin_ascend.kernels import launch
 
 SCHEMAS = (  # vllm-ascend's own
@@ -63,10 +69,8 @@ def choose_keys(
 def compute_earlier_choice(*arguments: Any) -> None:
     """Derive how many compressed keys there are, and how many tokens come after the last one."""
     *inputs, ends, lengths, metadata, out, ratio = arguments
-    compute_earlier_description(ends, lengths, wanted := torch.empty_like(metadata))
-    if not torch.equal(metadata, wanted):
-        raise ValueError(f"metadata of lengths {metadata[:12].tolist()}, called with {wanted[:12].tolist()}")
     edges, counts = add_zero(ends), lengths // ratio
+    check_description(metadata, edges, lengths)
     compute_description(edges, counts, compressed := torch.empty_like(metadata))
     compute_choice(*inputs, edges, counts, lengths % ratio, compressed, out, ratio)
 

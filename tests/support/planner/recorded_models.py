@@ -128,7 +128,7 @@ def _make_layer(index: int, form: Form, adapter: str) -> Part:
     mlp = Part(hash=index == 0) if is_dense else Part(hash=index == 0, experts=Part())
     attention = "linear_attn" if index % 2 and "Hybrid" in adapter else "self_attn"
     chunks = {"use_sequence_parallel_moe": True} if form.chunks and index != LAYERS - 2 else {}
-    moe = Part(experts=Part())  # Gemma 4's, beside the MLP
+    moe = Part(experts=Part())  # Gemma 4's, in parallel with the MLP
     return Part(mlp=mlp, moe=moe, enable_dsa_cp=False, **{attention: Part()}, **chunks)
 
 
