@@ -159,17 +159,17 @@ def test_drafts_of_an_mtp_layer_are_accepted_alike(workers: int, flags: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, CHUNKS], ids=name_flags)
+@pytest.mark.parametrize("flags", [{}, CHUNKS, CHUNKS | SHARED_OUT], ids=name_flags)
 def test_hidden_states_between_layers_are_those_of_unsplit_steps(flags: dict[str, bool], tmp_path: Path) -> None:
     """A drafter by dspark reads them. It needs Triton itself, so here the model is only set up as if there were one."""
     auto = {"DBO_SPLIT": "auto"}
     for npus in start(1, make_deepseek_v4(tmp_path), auto, **share_out(2), **serve_with(**flags)):
         npus.run(change_workers, _read_between_layers)
-        ((_, steps),) = npus.run(answer_in_nano_batches, [PROMPTS], 2, 2, "1")
-        assert min(steps) >= 1, steps
-        ((_, counts),) = npus.run(answer_in_micro_batches, [PROMPTS], 1)
-        reason = "not supported yet: speculative decoding by dspark (parallel drafting)"
-        assert counts == [{"split": 0, "declined": {reason: 1}}] * 2
+        ((_, counts),) = npus.run(answer_in_micro_batches, [PROMPTS], 2, "1")
+        assert min(count["split"] for count in counts) >= 1, counts
+        if not flags.get("enable_dsa_cp"):  # whose attention takes a chunk of the step's tokens
+            ((_, steps),) = npus.run(answer_in_nano_batches, [PROMPTS], 2, 2, "1")
+            assert min(steps) >= 1, steps
 
 
 def _read_between_layers(worker: Any) -> None:

@@ -103,7 +103,6 @@ LOADING_REMEDIES = (
     ),
     Remedy(
         (
-            "not supported yet: speculative decoding by *",
             "not supported yet: speculative decoding in a pipeline",
             "not supported yet: speculative decoding with linear attention",
         ),

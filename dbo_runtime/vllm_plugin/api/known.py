@@ -19,6 +19,19 @@ HYBRID_MODELS = (
 )
 """Models with linear attention whose split steps have been compared with unsplit ones."""
 
+COMPARED_DRAFTERS = (
+    "ngram",
+    "suffix",
+    "draft_model",
+    "deepseek_mtp",
+    "glm4_moe_mtp",
+    "qwen3_5_mtp",
+    "eagle",
+    "eagle3",
+)
+"""Methods of speculative decoding, as named by `name_drafter`, with which split steps have been compared with unsplit
+ones: all but `suffix`, which drafts on the host as `ngram` does."""
+
 SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Models with sparse attention whose split steps have been compared with unsplit ones."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dbo_runtime.decline import Decline
 from dbo_runtime.devices import Device, open_device
 from dbo_runtime.vllm_plugin.api.fields import FIELDS, SLICED_CONTEXT_TENSORS, Fields
+from dbo_runtime.vllm_plugin.api.known import COMPARED_DRAFTERS
 
 if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     import torch
@@ -131,9 +132,14 @@ class Platform:
     def list_compared(self, vllm_config: VllmConfig) -> Iterator[str]:
         """Yield properties of a model that are not proven on this platform, and that are split.
 
-        The first steps of each kind are compared with unsplit ones.
+        The first steps of each kind are compared with unsplit ones. A drafter is such a property, because it reads what
+        the model's step leaves behind.
         """
-        return iter(())
+        from dbo_runtime.vllm_plugin.api.speculation import name_drafter
+
+        drafter = name_drafter(vllm_config)
+        if drafter not in (None, *COMPARED_DRAFTERS):
+            yield f"drafter {drafter}"
 
     def cuts_ops(self, vllm_config: VllmConfig) -> bool:
         """Return whether ops of a model can be cut into nano-batches, as far as that is known before it is loaded."""

@@ -8,26 +8,11 @@ from typing import TYPE_CHECKING
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.features import returns_routed_experts, scatters_residuals
 from dbo_runtime.vllm_plugin.api.known import HYBRID_MODELS
-from dbo_runtime.vllm_plugin.api.speculation import compare_hidden_sizes, name_drafter
+from dbo_runtime.vllm_plugin.api.speculation import compare_hidden_sizes
 from dbo_runtime.vllm_plugin.platforms.registry import get_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-KNOWN_DRAFTERS: tuple[str, ...] = (
-    "ngram",
-    "suffix",
-    "draft_model",
-    "deepseek_mtp",
-    "glm4_moe_mtp",
-    "qwen3_5_mtp",
-    "eagle",
-    "eagle3",
-)
-"""Methods of speculative decoding with which steps are split, as named by `name_drafter`.
-
-Split steps were compared with unsplit ones for all methods but `suffix`, which drafts on the host as `ngram` does.
-"""
 
 
 def check_config(vllm_config: VllmConfig) -> Decline | None:
@@ -44,8 +29,8 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     yield from platform.list_unsupported(vllm_config)
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
-    drafter = name_drafter(vllm_config)
-    drafts_in_pipeline = drafter is not None and parallel.pipeline_parallel_size > 1
+    has_drafter = vllm_config.speculative_config is not None
+    drafts_in_pipeline = has_drafter and parallel.pipeline_parallel_size > 1
     features = (
         (scatters_residuals(vllm_config), "pipeline parallel with sequence parallelism (enable_sp)"),
         (parallel.enable_elastic_ep, "elastic expert parallel"),
@@ -59,11 +44,10 @@ def list_unsupported(vllm_config: VllmConfig) -> Iterator[Decline]:
     )
     yield from (Decline(f"not supported yet: {what}") for is_used, what in features if is_used)
     of_micro_batches = (
-        (drafter not in (None, *KNOWN_DRAFTERS), f"speculative decoding by {drafter}"),
         (drafts_in_pipeline and not platform.drafts_in_pipeline(vllm_config), "speculative decoding in a pipeline"),
         (model.is_hybrid and model.architecture not in HYBRID_MODELS, "this model's linear attention"),
         (
-            model.is_hybrid and drafter is not None and not platform.drafts_from_states,
+            model.is_hybrid and has_drafter and not platform.drafts_from_states,
             "speculative decoding with linear attention",
         ),
         (model.is_hybrid and parallel.use_sequence_parallel_moe, "sequence-parallel MoE with linear attention"),

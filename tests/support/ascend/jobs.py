@@ -52,10 +52,10 @@ def answer_in_nano_batches(
 
 
 def answer_in_micro_batches(
-    engine: Engine, rank: int, prompts: Sequence[Prompts], tokens: int
+    engine: Engine, rank: int, prompts: Sequence[Prompts], tokens: int, check: str = "0"
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
     """Return this rank's answers in micro-batches, wherever settings cut, and what was counted on each worker."""
-    return answer(engine, rank, prompts, tokens, [], DBO_SPLIT="micro")
+    return answer(engine, rank, prompts, tokens, [], DBO_SPLIT="micro", DBO_CHECK=check)
 
 
 def answer_watched(

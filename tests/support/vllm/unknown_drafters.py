@@ -6,16 +6,16 @@ It is in force where it is imported, which vLLM does in the workers that it is n
 from __future__ import annotations
 
 from dbo_runtime.vllm_plugin.extension import WorkerExtension
-from dbo_runtime.vllm_plugin.step import unsupported
+from dbo_runtime.vllm_plugin.platforms import platform
 
-unsupported.KNOWN_DRAFTERS = ()
+platform.COMPARED_DRAFTERS = ()
 
 
 class Extension(WorkerExtension):
-    """Tells what a model is declined for."""
+    """Tells what first steps have shown."""
 
-    def tell_decline(self) -> tuple[str, str | None]:
-        """Return the reason against micro-batches, and the difference that compared first steps have shown."""
-        decider = self.model_runner.get_model().forward.decider
-        assert decider.first_steps is not None, "what was compared for few models is compared here, too"
-        return str(decider.no_micro), decider.first_steps.failure
+    def tell_first_steps(self) -> tuple[bool, str | None]:
+        """Return whether any were compared, and why nothing is split any more."""
+        first_steps = self.model_runner.get_model().forward.decider.first_steps
+        assert first_steps is not None, "what was not compared before is compared now"
+        return first_steps.size_and_capacity[0] > 0, first_steps.failure

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.vllm.drafters import draft_by_mtp
 from tests.support.vllm.engine import Engine, make_prompt
 from tests.support.vllm.engines import TINY, Engines, share_cores
 from tests.support.vllm.equivalence import MIXED, PROMPTS, assert_close, assert_close_up_to_ties, run_unsplit
 from tests.support.vllm.expert_parallel import ARRIVALS, BATCHES, generate, generate_in_nano_batches
 from tests.support.vllm.families import make_family
-from tests.support.vllm.speculation import MIXED as ARRIVE
-from tests.support.vllm.speculation import PROMPTS as DRAFTED
-from tests.support.vllm.speculation import TASKS, count_drafts
 
 pytestmark = pytest.mark.vllm
 
@@ -59,24 +55,6 @@ def test_a_connector_that_is_not_known_is_told_what_an_unsplit_step_tells_it(eng
                     for event, other in zip(own, reference, strict=True):
                         assert event.is_whole == other.is_whole
                         assert event.saved == pytest.approx(other.saved, abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_drafter_that_is_not_known_drafts_and_is_verified_alike(engines: Engines) -> None:
-    """Its method does not matter to the model's own forward."""
-    extension = "tests.support.vllm.unknown_drafters.Extension"
-    with engines.start(1, "nobind", TINY, AUTO, worker_extension_cls=extension, **draft_by_mtp(2)) as engine:
-        engine.configure(DBO_MODE="off")
-        with count_drafts(engine) as drafts:
-            unsplit = engine.generate([*DRAFTED, *TASKS], 8, ARRIVE)
-        engine.configure(DBO_MODE="always")
-        with count_drafts(engine) as own:
-            assert_close(unsplit, engine.generate([*DRAFTED, *TASKS], 8, ARRIVE))
-        assert count_nano(engine) > 0
-        assert own == drafts
-        assert drafts["accepted"] > 0
-        reason = "not supported yet: speculative decoding by deepseek_mtp"
-        assert engine.llm.collective_rpc("tell_decline") == [(reason, None)]
 
 
 @pytest.mark.slow

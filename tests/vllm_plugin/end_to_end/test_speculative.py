@@ -71,6 +71,15 @@ def test_the_check_passes_where_a_layer_drafts(mtp: Engine) -> None:
     assert_steps_check(mtp)
 
 
+@pytest.mark.slow
+def test_with_a_drafter_that_is_new_the_first_steps_are_compared(engines: Engines) -> None:
+    """Its method does not matter to the model's own forward."""
+    extension = "tests.support.vllm.unknown_drafters.Extension"
+    with engines.start(1, "nobind", TINY, worker_extension_cls=extension, **draft_by_mtp(2)) as engine:
+        assert_split_drafts_alike(engine, None)
+        assert engine.llm.collective_rpc("tell_first_steps") == [(True, None)]
+
+
 def test_only_the_model_is_split_and_the_drafter_is_given_whole_batches(mtp: Engine) -> None:
     model, drafter = mtp.runner.get_model(), mtp.runner.drafter.model
     assert isinstance(model.forward, SplitForward)

@@ -62,9 +62,10 @@ DRAFTERS = [
 
 
 @pytest.mark.parametrize(("changes", "drafter"), DRAFTERS, ids=[drafter for _, drafter in DRAFTERS])
-def test_a_drafter_that_splitting_does_not_support_is_named(changes: dict[str, Any], drafter: str) -> None:
-    reason = f"not supported yet: speculative decoding by {drafter}"
-    assert check_config(make_config(**changes)) == Decline(reason, only_micro=True)
+def test_with_another_drafter_first_steps_are_compared(changes: dict[str, Any], drafter: str) -> None:
+    config = make_config(**changes)
+    assert check_config(config) is None
+    assert list(get_platform("cpu").list_compared(config)) == [f"drafter {drafter}"]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +74,10 @@ def test_a_drafter_that_splitting_does_not_support_is_named(changes: dict[str, A
     + [draft_by_layer_of(model_type) for model_type in ("deepseek_mtp", "glm4_moe_mtp")],
     ids=["ngram", "suffix", "draft_model", "eagle", "eagle3", "deepseek_mtp", "glm4_moe_mtp"],
 )
-def test_other_drafters_leave_the_target_to_be_split(changes: dict[str, Any]) -> None:
-    assert check_config(make_config(**changes)) is None
+def test_with_a_known_drafter_nothing_is_compared(changes: dict[str, Any]) -> None:
+    config = make_config(**changes)
+    assert check_config(config) is None
+    assert list(get_platform("cpu").list_compared(config)) == []
 
 
 @pytest.mark.parametrize("drafts_from_states", [False, True])
