@@ -18,7 +18,8 @@ from operator import methodcaller
 from typing import Any
 
 from dbo_models.collectives import record_gather
-from dbo_models.hyper_connections import StreamRecorder, shares_out_tokens
+from dbo_models.deepseek import attend
+from dbo_models.hyper_connections import Form, StreamRecorder, shares_out_tokens
 from dbo_models.layers import check_parts, get_layers
 from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives, name_auxiliary
 from dbo_runtime.decline import Decline
@@ -60,7 +61,7 @@ class DeepseekV4Adapter:
             if ids is not None:
                 ids, _ = p.compute("chunk_ids", collectives.take_chunk, ids, outputs=2, token_wise=token_wise)
         streams = p.compute("streams", partial(_make_streams, decoder.hc_mult), x, token_wise=token_wise)
-        recorder = StreamRecorder(p, collectives, positions, ids, tokens, token_wise)
+        recorder = StreamRecorder(p, collectives, FORM, positions, ids, tokens, token_wise)
         for index, layer in layers.items():
             with p.layer(index):
                 streams = recorder.record_layer(layer, streams)
@@ -87,6 +88,20 @@ class DeepseekV4Adapter:
         for part in parts:
             decoder._mtp_hidden_buffer[first : first + part.shape[0]].copy_(part.flatten(1))
             first += part.shape[0]
+
+
+def _mix_for_attention(layer: Any, streams: Any) -> tuple[Any, Any, Any]:
+    x, post, comb = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base)
+    return layer.input_layernorm(x), post, comb
+
+
+def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, ...]:
+    x, post, comb = layer.hc_pre(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base)
+    normed = layer.rms_norm_cast(x) if hasattr(layer, "rms_norm_cast") else (layer.post_attention_layernorm(x),)
+    return (*normed, post, comb)
+
+
+FORM = Form(attend, _mix_for_attention, _mix_for_experts)
 
 
 def _make_streams(count: int, x: Any) -> Any:

@@ -6,15 +6,38 @@ and their results are spread over all streams again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dbo_models.collectives import record_gather, record_reduce
-from dbo_models.deepseek import attend
 from dbo_models.experts import ExpertsRecorder
+from dbo_models.layers import Attend
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
+
+Mix = Callable[[Any, Any], tuple[Any, ...]]
+"""Mixes a layer's streams [tokens, streams, hidden]: (layer, streams) -> (x, post, comb).
+
+*x* [tokens, hidden] is normed; for a router it may come in float32, too, as a second tensor. `layer.hc_post` spreads the
+result by *post* [tokens, streams] and *comb* [tokens, streams, streams].
+"""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What differs between families of layers.
+
+    Attributes:
+        attend: calls attention.
+        mix_for_attention: mixes the streams for attention.
+        mix_for_mlp: mixes the streams for the MLP or the experts.
+    """
+
+    attend: Attend
+    mix_for_attention: Mix
+    mix_for_mlp: Mix
 
 
 @dataclass(frozen=True)
@@ -24,6 +47,7 @@ class StreamRecorder:
     Attributes:
         p: builder of the micro-batch's program.
         collectives: the ranks' communication.
+        form: what differs between families.
         positions: positions of all tokens [tokens].
         input_ids: token ids of the tokens whose streams are passed, or None if no layer reads them.
         tokens: number of tokens in all chunks, if the streams are this rank's chunk only; otherwise None.
@@ -32,6 +56,7 @@ class StreamRecorder:
 
     p: ProgramBuilder
     collectives: Collectives
+    form: Form
     positions: Value
     input_ids: Value | None = None
     tokens: Value | None = None
@@ -39,15 +64,15 @@ class StreamRecorder:
 
     def record_layer(self, layer: Any, streams: Value) -> Value:
         """Declare one layer."""
-        p = self.p
+        p, form = self.p, self.form
         x, post, comb = p.compute(
-            "attn_mix", partial(_mix_for_attention, layer), streams, outputs=3, token_wise=self.token_wise
+            "attn_mix", partial(form.mix_for_attention, layer), streams, outputs=3, token_wise=self.token_wise
         )
         x = self.record_attention(layer, x)
         streams = p.compute("attn_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
         casts = hasattr(layer, "rms_norm_cast")  # from vllm-ascend 0.30 on
         x, *cast, post, comb = p.compute(
-            "mlp_mix", partial(_mix_for_experts, layer), streams, outputs=3 + casts, token_wise=self.token_wise
+            "mlp_mix", partial(form.mix_for_mlp, layer), streams, outputs=3 + casts, token_wise=self.token_wise
         )
         x = self.record_mlp(layer.mlp, x, *cast)
         spread: Value = p.compute("mlp_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
@@ -59,7 +84,7 @@ class StreamRecorder:
         With context parallelism (`enable_dsa_cp`), the op itself gathers chunks and reduces to chunks, on vLLM's
         communicator.
         """
-        p, collectives, run = self.p, self.collectives, partial(attend, layer.self_attn)
+        p, collectives, run = self.p, self.collectives, partial(self.form.attend, layer.self_attn)
         if self.tokens is None:
             x = p.compute("attention", collectives.without_reduce(run), self.positions, x, ordered=True)
             reduced: Value = record_reduce(p, "attn_reduce", collectives, x)
@@ -73,12 +98,16 @@ class StreamRecorder:
         return chunk
 
     def record_mlp(self, mlp: Any, x: Value, *cast: Value) -> Value:
-        """Declare the experts, [tokens, hidden] or [chunk, hidden] -> like *x*.
+        """Declare the experts, or a dense MLP, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
-        *cast* is *x* in float32, for the router. An op that takes only *x* casts it itself. Without a cast, a layer
-        finds the ids of its tokens in the forward context.
+        Each rank has all weights of a dense MLP that takes a chunk. *cast* is *x* in float32, for the router. An op that
+        takes only *x* casts it itself. Without a cast, a layer finds the ids of its tokens in the forward context.
         """
-        p, collectives, ids = self.p, self.collectives, self.input_ids if mlp.hash else None
+        p, collectives, ids = self.p, self.collectives, self.input_ids if getattr(mlp, "hash", False) else None
+        if not hasattr(mlp, "experts"):
+            run = mlp if self.tokens is not None else collectives.without_reduce(mlp)
+            x = p.compute("mlp", run, x, token_wise=self.token_wise)
+            return x if self.tokens is not None else record_reduce(p, "mlp_reduce", collectives, x)
         moe = collectives.decompose(mlp.experts, takes_chunks=True)
         assert moe is not None or self.tokens is None, "experts of chunks are dispatched"
         if moe is None:
@@ -99,17 +128,6 @@ def shares_out_tokens(layer: Any) -> bool:
     In vllm-ascend 0.23 it does so inside layers that hand on all tokens here.
     """
     return getattr(layer, "enable_dsa_cp", False)
-
-
-def _mix_for_attention(layer: Any, streams: Any) -> tuple[Any, Any, Any]:
-    x, post, comb = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base)
-    return layer.input_layernorm(x), post, comb
-
-
-def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, ...]:
-    x, post, comb = layer.hc_pre(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base)
-    normed = layer.rms_norm_cast(x) if hasattr(layer, "rms_norm_cast") else (layer.post_attention_layernorm(x),)
-    return (*normed, post, comb)
 
 
 def _run_experts(mlp: Any, x: Any, cast: Any, input_ids: Any = None) -> Any:

@@ -17,8 +17,10 @@ from standin_ascend import (
     block_sparse,
     chunks,
     context_parallel,
+    delta_attention,
     earlier_states,
     linear_attention,
+    pooled_keys,
     state_copies,
     triton_kernels,
 )
@@ -31,6 +33,8 @@ OPERATORS = {
         "causal_conv1d_fn": linear_attention.convolve,
         "causal_conv1d_update": linear_attention.convolve_decodes,
         "recurrent_gated_delta_rule": linear_attention.update_states,
+        "chunk_kda_fwd": delta_attention.follow_chunks,
+        "recurrent_kda": delta_attention.update_states,
     }
 }
 ABSENT = "chunk_gated_delta_rule_fwd"  # without it, vllm-ascend takes the operator of torch_npu
@@ -44,6 +48,12 @@ SLOTS = {  # those of Triton that find cache slots: vllm-ascend's own, or in 0.2
 }
 FUNCTIONS = {  # several kernels of Triton and operators each, which are one kernel here
     "vllm_ascend.ops.triton.fla.chunk": {"chunk_gated_delta_rule_fwd": earlier_states.prefill_chunks},
+    "vllm_ascend.ops.triton.glm5_next_kpool_tail_compress": {
+        "glm5_next_kpool_tail_compress_and_write_cache_triton": pooled_keys.keep_keys
+    },
+    "vllm_ascend.ops.triton.glm5_next_lightning_indexer": {
+        "glm5_next_lightning_indexer_triton": pooled_keys.choose_pools
+    },
 }
 DEVICE_CHECKS = ("vllm_ascend.utils", "vllm_ascend.device.device_config")  # 0.23.0 has the first only
 KERNELS = {
@@ -59,6 +69,10 @@ KERNELS = {
     "vllm_ascend.ops.triton.dsa_cp": {"build_local_metadata_triton": chunks.find_local_lengths},
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": state_copies.copy_bytes},
     "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": state_copies.keep_accepted},
+    "vllm_ascend.ops.triton.mamba.state_ops": {"_gather_initial_states_kernel": delta_attention.gather_initial_states},
+    "vllm_ascend.ops.triton.kda.conv_state": {"_copy_conv_state_kernel": delta_attention.copy_inputs},
+    "vllm_ascend.ops.triton.kda.kda": {"layer_norm_gated_fwd_kernel": delta_attention.norm_and_gate},
+    "vllm_ascend.ops.triton.kda.output_writeback": {"_write_output": delta_attention.write_results},
     "vllm_ascend.ops.triton.fused_gdn_gating": {"fused_gdn_gating_kernel": triton_kernels.gate_states},
     "vllm_ascend.ops.triton.layernorm_gated": {"_layer_norm_fwd_1pass_kernel_npu": triton_kernels.norm_and_gate},
     "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape": {

@@ -89,16 +89,17 @@ def convolve_decodes(
     activation: str | None,
     conv_state_indices: torch.Tensor,
     query_start_loc: torch.Tensor,
-    max_query_len: int,
     null_block_id: int,
-    out: torch.Tensor,
+    max_query_len: int = 0,
+    out: torch.Tensor | None = None,
     num_accepted_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fla_npu.ops.ascendc.causal_conv1d_update`: the same of decodes, which may have drafts, into *out*.
+    """`fla_npu.ops.ascendc.causal_conv1d_update`: the same of decodes, which may have drafts.
 
     The state of a request with drafts also has the inputs of drafts, of which *num_accepted_tokens* [requests] less
     one were accepted after the last step.
     """
+    out = torch.zeros_like(x) if out is None else out
     tensors = x, conv_state, weight, bias, conv_state_indices, query_start_loc, num_accepted_tokens, out
     launch("CausalConv1dUpdate", compute_decodes, *tensors, activation == "silu", null_block_id)
     return out
@@ -198,7 +199,7 @@ def follow(
     """Let the state [heads, size, key size] decay, correct what it has for the key, read it; return it."""
     shared = value.shape[0] // key.shape[0]
     query, key = (part.float().repeat_interleave(shared, 0) for part in (query, key))
-    state = state * g.double().exp().float()[:, None, None]
+    state = state * g.double().exp().float().view(len(g), 1, -1)  # by head, or by head and channel of the key
     missing = value.float() - torch.bmm(state, key[..., None])[..., 0]
     state = state + (beta.float()[:, None] * missing)[..., None] * key[:, None]
     out.copy_(torch.bmm(state, (query * scale)[..., None])[..., 0])

@@ -26,9 +26,9 @@ class SlotMapping:
             slots: torch.Tensor,
             **rest: Any,
         ) -> None:
-            if rest.get("IS_CIRCULAR") or rest["TOTAL_CP_WORLD_SIZE"] != 1:
-                raise NotImplementedError("slots of blocks that are used in a circle, or that several ranks share")
-            settings = requests, tokens, padded, block, rest["PAD_ID"]
+            if rest["TOTAL_CP_WORLD_SIZE"] != 1:
+                raise NotImplementedError("slots of blocks that several ranks share")
+            settings = requests, tokens, padded, block, rest["PAD_ID"], rest.get("IS_CIRCULAR", False)
             launch("SlotMapping", compute_slots, starts, positions, table, slots, *settings)
 
         return find
@@ -44,8 +44,9 @@ def compute_slots(
     padded: int,
     block: int,
     padding: int,
+    is_circular: bool = False,
 ) -> None:
-    """Look each token's block up; tokens beyond the batch get *padding*.
+    """Look each token's block up, or take the only one of its request; tokens beyond the batch get *padding*.
 
     So do tokens without a block: vllm-ascend 0.23 asks for slots of tokens in caches of compressed keys, which have
     fewer blocks, and its kernel then reads beyond a request's row. Nothing uses those slots.
@@ -54,6 +55,7 @@ def compute_slots(
     for request in range(requests):
         first, last = int(starts[request]), int(starts[request + 1])
         at = positions[first:last].long()
+        at = at % block if is_circular else at
         has_block = at // block < table.shape[1]
         number = table[request][(at // block)[has_block]].long()
         slots[first:last] = padding
@@ -100,13 +102,12 @@ def compute_groups(
     padding: int,
 ) -> None:
     """Look each token's block up in the table of each group; all are of int32."""
-    if circular.any():
-        raise NotImplementedError("slots of blocks that are used in a circle")
     for group in range(groups):
         stride = int(strides[group])
         table = view_address(int(tables[group]), requests * stride).view(requests, stride)
         found = view_address(int(slots[group]), padded)
-        compute_slots(starts, positions, table, found, requests, tokens, padded, int(blocks[group]), padding)
+        settings = requests, tokens, padded, int(blocks[group]), padding, bool(circular[group])
+        compute_slots(starts, positions, table, found, *settings)
 
 
 def view_address(address: int, count: int) -> torch.Tensor:

@@ -102,14 +102,14 @@ def attend_to_chosen(
     """`npu_sparse_flash_attention`: attend to keys at *sparse_indices* [queries, 1, count] of each request's sequence.
 
     Queries are [queries, heads, size]; keys, which are values too, and rotary parts are caches [blocks, block size, 1,
-    size]. With *return_softmax_lse*, the largest score of each query and the sum of exponentials relative to it come
-    with what is attended, [1, queries, heads] in float32.
+    size]; there may be no rotary parts. With *return_softmax_lse*, the largest score of each query and the sum of
+    exponentials relative to it come with what is attended, [1, queries, heads] in float32.
     """
     layouts = layout_query, layout_kv, attention_mode, sparse_block_size
     if layouts != ("TND", "PA_BSND", ABSORBED, 1) or sparse_mode not in (NO_MASK, CAUSAL):
         raise NotImplementedError(f"npu_sparse_flash_attention: layouts and modes {layouts}, {sparse_mode}")
-    if query_rope is None or key_rope is None or key.data_ptr() != value.data_ptr():
-        raise NotImplementedError("npu_sparse_flash_attention without rotary parts, or with values of their own")
+    if (query_rope is None) != (key_rope is None) or key.data_ptr() != value.data_ptr():
+        raise NotImplementedError("npu_sparse_flash_attention with one rotary part, or with values of their own")
     refuse("npu_sparse_flash_attention", rest)
     out = query.new_empty(query.shape)
     sums = make_sums(query, return_softmax_lse)
@@ -127,9 +127,9 @@ def make_sums(query: torch.Tensor, are_wanted: bool) -> tuple[torch.Tensor, torc
 
 def compute_attention(
     query: torch.Tensor,
-    query_rope: torch.Tensor,
+    query_rope: torch.Tensor | None,
     cache: torch.Tensor,
-    rope_cache: torch.Tensor,
+    rope_cache: torch.Tensor | None,
     indices: torch.Tensor,
     table: torch.Tensor,
     query_ends: torch.Tensor,
@@ -142,6 +142,8 @@ def compute_attention(
 ) -> None:
     """Attend in float64, as `attention.compute_attention`; queries without keys give zeros."""
     clear(out, largest, sums)
+    if query_rope is None or rope_cache is None:
+        query_rope, rope_cache = query[..., :0], cache[..., :0]
     for queries, blocks, length in list_requests(query_ends, key_lengths, table, cache.shape[1]):
         latents, ropes = (part[blocks].flatten(0, 1)[:length, 0] for part in (cache, rope_cache))
         found = attend(query[queries], query_rope[queries], latents, ropes, indices[queries, 0], scale, mode)

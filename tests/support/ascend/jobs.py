@@ -40,13 +40,19 @@ def answer(
 
 
 def answer_in_nano_batches(
-    engine: Engine, rank: int, prompts: Sequence[Prompts], tokens: int, count: int, check: str = "0"
+    engine: Engine,
+    rank: int,
+    prompts: Sequence[Prompts],
+    tokens: int,
+    count: int,
+    check: str = "0",
+    arrive: Sequence[int] = (),
 ) -> tuple[list[Answer], list[int]]:
     """Return this rank's answers in nano-batches, and how many steps each worker ran so."""
     before = engine.statistics()
     engine.configure(DBO_MODE="always", DBO_SPLIT="nano", DBO_MICRO_BATCHES=str(count), DBO_CHECK=check)
     engine.cut_by_settings()
-    found = engine.generate(prompts[rank], tokens, ())
+    found = engine.generate(prompts[rank], tokens, arrive)
     engine.configure(DBO_MODE="always")
     return found, [after["nano"] - early["nano"] for after, early in zip(engine.statistics(), before, strict=True)]
 

@@ -5,10 +5,11 @@ It is in force where it is imported, which vLLM does in the workers that it is n
 
 from __future__ import annotations
 
-from dbo_runtime.vllm_plugin.extension import WorkerExtension
-from dbo_runtime.vllm_plugin.platforms import platform
+from unittest.mock import patch
 
-platform.COMPARED_DRAFTERS = ()
+from dbo_runtime.vllm_plugin.extension import WorkerExtension
+
+patch("dbo_runtime.vllm_plugin.platforms.platform.COMPARED_DRAFTERS", ()).start()
 
 
 class Extension(WorkerExtension):
