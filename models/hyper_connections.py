@@ -20,8 +20,8 @@ from dbo_runtime.program import ProgramBuilder, Value
 Mix = Callable[[Any, Any], tuple[Any, ...]]
 """Mixes a layer's streams [tokens, streams, hidden]: (layer, streams) -> (x, post, comb).
 
-*x* [tokens, hidden] is normed; for a router it may come in float32, too, as a second tensor. `layer.hc_post` spreads the
-result by *post* [tokens, streams] and *comb* [tokens, streams, streams].
+*x* [tokens, hidden] is normed; for a router it may come in float32, too, as a second tensor. `layer.hc_post` spreads
+the result by *post* [tokens, streams] and *comb* [tokens, streams, streams].
 """
 
 
@@ -100,8 +100,8 @@ class StreamRecorder:
     def record_mlp(self, mlp: Any, x: Value, *cast: Value) -> Value:
         """Declare the experts, or a dense MLP, [tokens, hidden] or [chunk, hidden] -> like *x*.
 
-        Each rank has all weights of a dense MLP that takes a chunk. *cast* is *x* in float32, for the router. An op that
-        takes only *x* casts it itself. Without a cast, a layer finds the ids of its tokens in the forward context.
+        Each rank has all weights of a dense MLP that takes a chunk. *cast* is *x* in float32, for the router. An op
+        that takes only *x* casts it itself. Without a cast, a layer finds the ids of its tokens in the forward context.
         """
         p, collectives, ids = self.p, self.collectives, self.input_ids if getattr(mlp, "hash", False) else None
         if not hasattr(mlp, "experts"):

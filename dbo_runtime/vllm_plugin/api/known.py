@@ -61,6 +61,7 @@ STABLE_ASCEND_MODELS = (
 
 ASCEND_MODELS = (
     *STABLE_ASCEND_MODELS,
+    "Glm5NextForConditionalGeneration",
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
@@ -102,7 +103,7 @@ PROVEN_ON_ASCEND = {
             "int8 cache of an indexer",
             "int8 cache of sparse attention",
         ),
-        drafters=("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "qwen3_5_mtp", "eagle3"),
+        drafters=("ngram", "suffix", "deepseek_mtp", "glm4_moe_mtp", "glm5_next_mtp", "qwen3_5_mtp", "eagle3"),
         encoders=("Qwen2_5_VisionTransformer", "Qwen3_VisionTransformer"),
     ),
     "0.23.0.post1": Proven(

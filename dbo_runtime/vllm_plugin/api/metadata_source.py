@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ def trace_builders() -> None:
         builder = original(self, ubatch_id)
         if _SOURCE not in builder.__dict__:
             setattr(builder, _SOURCE, builder.build)
-            builder.build = functools.partial(_build_and_note, self.layer_names, builder)
+            further = tuple(inspect.signature(builder.build).parameters)[2:]
+            builder.build = functools.partial(_build_and_note, self.layer_names, builder, further)
         return builder
 
     setattr(get_metadata_builder, _SOURCE, original)
@@ -82,14 +84,15 @@ def make_builder(source: MetadataSource, vllm_config: VllmConfig) -> AttentionMe
 def _build_and_note(
     layer_names: list[str],
     builder: AttentionMetadataBuilder,
+    further: tuple[str, ...],
     common_prefix_len: int,
     common_attn_metadata: CommonAttentionMetadata,
     *args: Any,
     **kwargs: Any,
 ) -> AttentionMetadata:
+    """Build; *further* are the names of the arguments after the common metadata, some of which have no keyword."""
     metadata = getattr(builder, _SOURCE)(common_prefix_len, common_attn_metadata, *args, **kwargs)
-    names = ("fast_build",)[: len(args)]
-    arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+    arguments = {**dict(zip(further, args, strict=False)), **kwargs}  # a builder takes no more than it has names for
     note_source(metadata, layer_names, builder, common_attn_metadata, arguments, common_prefix_len)
     return metadata
 

@@ -86,7 +86,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "chosen keys, in blocks": lambda x: attend_sparsely_with(x, sparse_block_size=16),
     "chosen keys, another mask": lambda x: attend_sparsely_with(x, sparse_mode=4),
     "chosen keys, in a window": lambda x: attend_sparsely_with(x, pre_tokens=4),
-    "chosen keys, no rotary parts": lambda x: attend_sparsely_with(x, query_rope=None),
+    "chosen keys, one rotary part": lambda x: attend_sparsely_with(x, query_rope=None),
     "rows, at places of two numbers": lambda x: npu().npu_scatter_nd_update_(x, x[0, :2, :2].int(), x[0, :2]),
     "blocks, rated in another layout": lambda x: rate_with(layout_key="TND"),
     "blocks, rated by bytes": lambda x: rate_with(scale=x),
@@ -119,7 +119,6 @@ REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
     "distinct numbers, counted": lambda x: x.unique(return_counts=True),
     "repeats of rows": lambda x: x.repeat_interleave(2, 0),
     "format, of another type": lambda x: npu().npu_format_cast(x, 29, customize_dtype=1),
-    "slots, circular": lambda x: get_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, IS_CIRCULAR=True),
     "slots, of several ranks": lambda x: get_slots([(0, 1)], [0], x[0].int().cpu(), x, 0, 4, TOTAL_CP_WORLD_SIZE=2),
 }
 

@@ -83,7 +83,7 @@ def test_the_keys_with_the_largest_scores_are_chosen(
 
 
 @settings(max_examples=scale(40))
-@given(**BATCHES, is_causal=st.booleans())
+@given(**BATCHES, is_causal=st.booleans(), is_rotated=st.booleans())
 @covers("_C_ascend::npu_sparse_flash_attention")
 def test_queries_attend_to_the_keys_that_were_chosen(
     standin: StandIn,
@@ -94,13 +94,15 @@ def test_queries_attend_to_the_keys_that_were_chosen(
     padding: int,
     dtype: torch.dtype,
     is_causal: bool,
+    is_rotated: bool,
 ) -> None:
     """Of those that come after the query there may be some among the chosen ones: with a mask it does not see them."""
     generator = make_generator(seed)
     batch = make_requests(generator, requests, 4)
     tokens = sum(batch.queries)
-    query, rope = (draw(generator, tokens + padding, heads, size, dtype=dtype) for size in (16, 8))
-    latents, ropes = ([draw(generator, length, 1, size, dtype=dtype) for length in batch.keys] for size in (16, 8))
+    sizes = 16, 8 if is_rotated else 0
+    query, rope = (draw(generator, tokens + padding, heads, size, dtype=dtype) for size in sizes)
+    latents, ropes = ([draw(generator, length, 1, size, dtype=dtype) for length in batch.keys] for size in sizes)
     chosen = torch.full((tokens + padding, 1, count), ABSENT_KEY, dtype=torch.int32)
     for row, (request, _) in zip(chosen, batch.find_seen(), strict=False):
         some = torch.randperm(batch.keys[request], generator=generator)[:count].int()
@@ -115,8 +117,8 @@ def test_queries_attend_to_the_keys_that_were_chosen(
         sparse_block_size=1,
         block_table=batch.table.npu(),
         **dict(zip(("actual_seq_lengths_query", "actual_seq_lengths_kv"), put(*batch.lengths), strict=True)),
-        query_rope=rope.npu(),
-        key_rope=rope_cache,
+        query_rope=rope.npu() if is_rotated else None,
+        key_rope=rope_cache if is_rotated else None,
         layout_kv="PA_BSND",
         attention_mode=2,
         **{**PAGED, "sparse_mode": 3 if is_causal else 0},

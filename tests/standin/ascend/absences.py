@@ -69,6 +69,7 @@ KERNELS = {
     "vllm_ascend.ops.triton.dsa_cp": {"build_local_metadata_triton": chunks.find_local_lengths},
     "vllm_ascend.ops.triton.batch_memcpy": {"batch_memcpy_kernel": state_copies.copy_bytes},
     "vllm_ascend.ops.triton.mamba.postprocess": {"postprocess_mamba_fused_kernel": state_copies.keep_accepted},
+    "vllm_ascend.ops.triton.linearnorm.fused_eh_norm": {"_fused_eh_norm_kernel": pooled_keys.norm_and_join},
     "vllm_ascend.ops.triton.mamba.state_ops": {"_gather_initial_states_kernel": delta_attention.gather_initial_states},
     "vllm_ascend.ops.triton.kda.conv_state": {"_copy_conv_state_kernel": delta_attention.copy_inputs},
     "vllm_ascend.ops.triton.kda.kda": {"layer_norm_gated_fwd_kernel": delta_attention.norm_and_gate},

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from standin_ascend.hyper_connections import norm
 from standin_ascend.kernels import launch
 from standin_ascend.linear_attention import follow
 from standin_ascend.triton_kernels import gather_states
@@ -197,6 +198,4 @@ def norm_and_gate(
     """`layer_norm_gated_fwd_kernel`: norm each head [..., size], then multiply it by the gate's sigmoid, in float64."""
     known = {"ACTIVATION": "sigmoid", "IS_RMS_NORM": True, "PACKED_GATE": False, "STRIDED_GATE": False}
     expect("layer_norm_gated_fwd_kernel", {name: settings[name] for name in known}, known)
-    rows = x.double()
-    normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * w.double()
-    y.copy_(normed.view(y.shape) * g.double().sigmoid().view(y.shape))
+    y.copy_(norm(x, w, eps).view(y.shape) * g.double().sigmoid().view(y.shape))

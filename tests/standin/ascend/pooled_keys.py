@@ -1,4 +1,6 @@
-"""Kernels of GLM-5.3-Flash's indexer, which chooses pools of keys; several kernels of Triton are one here.
+"""Kernels of GLM-5.3-Flash: its indexer's, which chooses pools of keys, and one of the layer that drafts.
+
+Several kernels of Triton of the indexer are one here.
 
 A pool has a few neighbouring keys. The key of a pool is their mean, by shares that the tokens and their places in the
 pool decide. Until a pool is full, its keys are in a ring of the request's own.
@@ -6,7 +8,10 @@ pool decide. Until a pool is full, its keys are in a ring of the request's own.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from standin_ascend.hyper_connections import norm
 from standin_ascend.kernels import launch
 
 
@@ -140,3 +145,20 @@ def compute_choice(
             chosen = torch.cat([chosen, torch.arange(full * size, position + 1)])
             out[row, : len(chosen)] = chosen.int()
         first = last
+
+
+def norm_and_join(
+    positions: torch.Tensor,
+    embedded: torch.Tensor,
+    stride: int,
+    hidden: torch.Tensor,
+    hidden_stride: int,
+    weight: torch.Tensor,
+    hidden_weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *sizes: Any,
+) -> None:
+    """`_fused_eh_norm_kernel`: normed embeddings, but zeros at position 0, and hidden states [tokens, 2 x hidden]."""
+    first = embedded.masked_fill((positions == 0)[:, None], 0)
+    out.copy_(torch.cat([norm(first, weight, eps), norm(hidden, hidden_weight, eps)], -1))

@@ -75,19 +75,44 @@ TEXT_ONLY = {  # options of an engine: the encoder is left out
     "language_model_only": True,
     "distributed_executor_backend": "mp",  # in one process, vLLM and its worker would share a block size
 }
+MODEL = "model.language_model."
+LAYERS = f"{MODEL}layers."
 FLOAT32 = (".hc_", "A_log", "dt_bias", "conv1d", "_ape", "correction_bias")
 
 
-def make_glm5_next(directory: Path, seed: int = 0) -> Path:
-    """Write config, tokenizer and weights; return *directory*."""
+def make_glm5_next(directory: Path, drafts: bool = False) -> Path:
+    """Write config, tokenizer and weights, with *drafts* those of an MTP layer, too; return *directory*."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, directory)
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    generator = torch.Generator().manual_seed(seed)
+    config = {**CONFIG, "text_config": {**TEXT, "num_nextn_predict_layers": int(drafts)}}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    generator = torch.Generator().manual_seed(0)
     weights = {name: draw(name, shape, generator) for name, shape in list_weights().items()}
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    # Tokens are large and like themselves, so an answer sometimes repeats one, and drafts are right.
+    weights[f"{MODEL}embed_tokens.weight"] *= 8
+    weights["lm_head.weight"] += weights[f"{MODEL}embed_tokens.weight"] / 8
+    save_file(weights | (make_mtp_layer(weights) if drafts else {}), directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def make_mtp_layer(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a layer that drafts: where it joins tokens and hidden states, it leaves out tokens.
+
+    It has the attention and the experts of the last layer, but adds less. So it often drafts what the model has just
+    said, which is sometimes right.
+    """
+    last = f"{LAYERS}{len(LAYER_TYPES) - 1}."
+    own = {name.removeprefix(last): w.clone() for name, w in weights.items() if name.startswith(last)}
+    layer = {
+        name: w / 8 if "o_proj" in name or "down_proj" in name else w for name, w in own.items() if "hc_" not in name
+    }
+    layer |= {f"{name}.weight": torch.ones(HIDDEN).bfloat16() for name in ("enorm", "hnorm")}
+    layer["shared_head.norm.weight"] = weights[f"{MODEL}norm.weight"].clone()
+    layer["eh_proj.weight"] = torch.cat([torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)], 1).bfloat16()
+    layer["embed_tokens.weight"] = weights[f"{MODEL}embed_tokens.weight"].clone()
+    layer["shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    return {f"{LAYERS}{len(LAYER_TYPES)}.{name}": weight for name, weight in layer.items()}
 
 
 def draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -103,8 +128,8 @@ def draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch
 def list_weights() -> dict[str, tuple[int, ...]]:
     """Return the shapes of all weights, [out, in] or [size], by the names of the published checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {
-        "model.language_model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.language_model.norm.weight": (HIDDEN,),
+        f"{MODEL}embed_tokens.weight": (VOCABULARY, HIDDEN),
+        f"{MODEL}norm.weight": (HIDDEN,),
         "lm_head.weight": (VOCABULARY, HIDDEN),
     }
     for index, kind in enumerate(LAYER_TYPES):
@@ -114,7 +139,7 @@ def list_weights() -> dict[str, tuple[int, ...]]:
         layer |= {f"{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")}
         for part in ("attn", "ffn"):
             layer |= {f"hc_{part}_fn": (MIXES, STREAMS * HIDDEN), f"hc_{part}_base": (MIXES,), f"hc_{part}_scale": (3,)}
-        shapes |= {f"model.language_model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        shapes |= {f"{LAYERS}{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 

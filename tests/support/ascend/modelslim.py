@@ -35,10 +35,12 @@ def quantize_model(model: Path, folder: Path, attention: str = STATIC, experts: 
     # The version says how int4 is packed, and "group_size" that scales are by row; vllm-ascend 0.30 assumes both.
     int4 = {"version": "1.0.0", "group_size": 0} if experts == INT4 else {}
     description: dict[str, Any] = {"model_quant_type": INT4 if int4 else STATIC, **int4}
-    for name, tensor in load_file(model / "model.safetensors").items():
+    weights = load_file(model / "model.safetensors")
+    linear_attention = tuple(name.removesuffix("A_log") for name in weights if name.endswith(".A_log"))
+    for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
         scheme = schemes.get(layer.rpartition(".")[2], "FLOAT") if kind == "weight" else "FLOAT"
-        if ".compressor." in layer:  # its operator takes no bytes
+        if ".compressor." in layer or name.startswith(linear_attention):  # their operators take no bytes
             scheme = "FLOAT"
         if ".experts." in layer:
             scheme = experts

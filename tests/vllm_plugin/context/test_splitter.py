@@ -313,6 +313,23 @@ def test_arguments_may_be_given_by_position_and_a_builder_be_fetched_often() -> 
 
 
 @pytest.mark.usefixtures("_traced")
+def test_a_builder_may_have_further_arguments_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of linear attention when vLLM captures graphs, `build_for_cudagraph_capture` in gdn_attn.py."""
+
+    class Metadata:
+        def __init__(self, accepted: Any, drafts: Any) -> None:
+            self.accepted, self.drafts = accepted, drafts
+
+    def build(self: FakeBuilder, prefix: int, common: Any, accepted: Any = None, drafts: Any = None) -> Metadata:
+        return Metadata(accepted, drafts)
+
+    monkeypatch.setattr(FakeBuilder, "build", build)
+    metadata = make_group().get_metadata_builder().build(0, make_common(), [1, 1], [0, 0])
+    assert (metadata.accepted, metadata.drafts) == ([1, 1], [0, 0])
+    assert get_source(metadata).arguments == {"accepted": [1, 1], "drafts": [0, 0]}
+
+
+@pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize("cls", [FrozenMetadata, SlottedMetadata])
 def test_metadata_that_cannot_be_marked_declines_by_its_type(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeBuilder, "build", lambda self, prefix, common, fast_build=False: cls(common))

@@ -72,7 +72,7 @@ STANDIN_OPERATOR(aclnnIndexAdd,
 
 STANDIN_OPERATOR(aclnnInplaceIndexCopy, (AclTensor self, int64_t dim, AclTensor index, AclTensor source),
                  [self = hold(self), dim, index = hold(index), source = hold(source)] {
-                     self.index_copy_(dim, index, source);
+                     self.index_copy_(dim, index.to(at::kLong), source);
                  })
 
 STANDIN_OPERATOR(aclnnInplaceIndexFillTensor, (AclTensor self, int64_t dim, AclIntArray index, AclScalar value),
