@@ -1,7 +1,8 @@
 """DeepSeek V4 (Flash and Pro): sparse attention over compressed keys, and experts, joined by hyper-connections.
 
 The classes are vllm-ascend's. Attention with its indexer and compressors is one op, which writes and reads up to five
-caches. The first layers choose experts by token id.
+caches. The first layers choose experts by token id. In models that see images, all do, and the tokens of an image see
+each other; their steps are cut into nano-batches only.
 
 With tensor parallelism, each layer has two all-reduces, which overlap as in other mixtures of experts: `comm` reduces
 one micro-batch's attention (or experts) while `compute` runs the next one's. Only the reduced tensors are on `comm`.
@@ -19,7 +20,7 @@ from typing import Any
 
 from dbo_models.collectives import record_gather
 from dbo_models.deepseek import attend
-from dbo_models.hyper_connections import Form, StreamRecorder, shares_out_tokens
+from dbo_models.hyper_connections import Form, StreamRecorder, chooses_by_token, shares_out_tokens
 from dbo_models.layers import check_parts, get_layers
 from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives, name_auxiliary
 from dbo_runtime.decline import Decline
@@ -34,7 +35,7 @@ class DeepseekV4Adapter:
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        decoder = model.model
+        decoder = _get_decoder(model)
         unknown: Decline | None = check_parts(decoder, KNOWN)
         if unknown is not None:
             return unknown
@@ -43,17 +44,17 @@ class DeepseekV4Adapter:
             return Decline("DeepSeek V4 is split as vllm-ascend's class only")
         if getattr(decoder.config, "use_index_cache", False):
             return Decline("layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)")
-        if any(getattr(layer.mlp.gate, "bias_vl", None) is not None for layer in layers):
-            return Decline("DeepSeek V4 with images is not supported")
         if any(shares_out_tokens(layer) and not layer.use_sequence_parallel_moe for layer in layers):
             return Decline("context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm")
+        if any(getattr(layer.mlp.gate, "bias_vl", None) is not None for layer in layers):
+            return Decline("tokens of an image see each other in DeepSeek V4", only_micro=True)
         return None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        decoder = model.model
+        decoder = _get_decoder(model)
         layers, tokens = get_layers(decoder), None
-        ids = p.input(INPUT_IDS) if any(layer.mlp.hash for layer in layers.values()) else None
+        ids = p.input(INPUT_IDS) if any(chooses_by_token(layer.mlp) for layer in layers.values()) else None
         # Context parallel attention takes a chunk of the step's tokens, which no chunks of nano-batches make up.
         token_wise = not any(shares_out_tokens(layer) for layer in layers.values())
         if getattr(decoder, "use_sequence_parallel_moe", False):
@@ -77,7 +78,7 @@ class DeepseekV4Adapter:
 
     def keep_output(self, model: Any, parts: Sequence[Any]) -> None:
         """Store the streams of all tokens before the head in the model's buffer, where MTP layers read them."""
-        decoder = model.model
+        decoder = _get_decoder(model)
         if decoder._mtp_hidden_buffer is None:
             from torch import empty
 
@@ -88,6 +89,11 @@ class DeepseekV4Adapter:
         for part in parts:
             decoder._mtp_hidden_buffer[first : first + part.shape[0]].copy_(part.flatten(1))
             first += part.shape[0]
+
+
+def _get_decoder(model: Any) -> Any:
+    """Return the decoder of a language model, also inside a model that sees images."""
+    return getattr(model, "language_model", model).model
 
 
 def _mix_for_attention(layer: Any, streams: Any) -> tuple[Any, Any, Any]:

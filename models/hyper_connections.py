@@ -103,7 +103,7 @@ class StreamRecorder:
         Each rank has all weights of a dense MLP that takes a chunk. *cast* is *x* in float32, for the router. An op
         that takes only *x* casts it itself. Without a cast, a layer finds the ids of its tokens in the forward context.
         """
-        p, collectives, ids = self.p, self.collectives, self.input_ids if getattr(mlp, "hash", False) else None
+        p, collectives, ids = self.p, self.collectives, self.input_ids if chooses_by_token(mlp) else None
         if not hasattr(mlp, "experts"):
             run = mlp if self.tokens is not None else collectives.without_reduce(mlp)
             x = p.compute("mlp", run, x, token_wise=self.token_wise)
@@ -120,6 +120,11 @@ class StreamRecorder:
         if moe is None or not moe.is_sequence_parallel:
             x = record_reduce(p, "mlp_reduce", collectives, x)
         return x
+
+
+def chooses_by_token(mlp: Any) -> bool:
+    """Return whether experts are chosen by token id: by a table of tokens, or others for the tokens of images."""
+    return getattr(mlp, "hash", False) or getattr(getattr(mlp, "gate", None), "bias_vl", None) is not None
 
 
 def shares_out_tokens(layer: Any) -> bool:

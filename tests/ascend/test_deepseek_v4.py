@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support.ascend.deepseek_v4 import make_deepseek_v4
+from tests.support.ascend.deepseek_v4 import TEXT_ONLY, make_deepseek_v4
 from tests.support.ascend.drafts import answer_with_drafts, assert_drafts_are_equal
 from tests.support.ascend.engines import FOUR, OPTIONS, start
 from tests.support.ascend.equivalence import (
@@ -23,6 +23,7 @@ from tests.support.ascend.equivalence import (
     assert_chunks_are_equal,
     assert_data_parallel_prefills_are_close,
     assert_mixed_steps_are_equal,
+    assert_nano_batches_are_equal,
     assert_prefills_are_equal,
     assert_ranks_cut_at_their_own_boundaries_are_equal,
 )
@@ -282,3 +283,12 @@ def test_attention_from_chunks_of_tokens(quantized: bool, tmp_path: Path) -> Non
         model, options = quantize_model(model, tmp_path / "model", DYNAMIC, DYNAMIC), QUANTIZED
     for npus in start(1, model, **share_out(2), **serve_with(**CHUNKS, **SHARED_OUT), **options):
         assert_steps_are_equal(npus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, CHUNKS], ids=name_flags)
+def test_a_model_that_sees_images_has_nano_batches(flags: dict[str, bool], tmp_path: Path) -> None:
+    """All its layers choose experts by token id. Its encoder, and so images, are left out."""
+    model, auto = make_deepseek_v4(tmp_path, sees_images=True), {"DBO_SPLIT": "auto"}
+    for npus in start(1, model, auto, **share_out(2), **serve_with(**flags), **TEXT_ONLY):
+        assert_nano_batches_are_equal(npus)

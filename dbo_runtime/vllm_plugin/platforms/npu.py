@@ -95,7 +95,7 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
         from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import is_earlier
 
-        is_other = vllm_config.model_config.architecture != "DeepseekV4ForCausalLM"
+        is_other = not vllm_config.model_config.architecture.startswith("DeepseekV4")
         return is_other or not shares_out_tokens() or is_earlier(get_ascend_config())
 
     def find_stage_buffers(self, model: torch.nn.Module) -> StageBuffers:

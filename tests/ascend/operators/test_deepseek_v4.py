@@ -287,6 +287,30 @@ def test_experts_are_the_best_or_those_of_the_token(
     assert_near(weights, shares / shares.sum(-1, keepdim=True) * 1.5, dtype)
 
 
+@settings(max_examples=scale(40))
+@given(seed=SEEDS, hashed=st.booleans())
+@covers("_C_ascend::moe_gating_top_k_hash")
+def test_tokens_of_images_have_the_best_experts_by_a_bias_of_their_own(
+    standin: StandIn, seed: int, hashed: bool
+) -> None:
+    """As `select_deepseek_v4_vision_experts` of vllm-ascend; images have the numbers 3 and 4 here."""
+    generator = make_generator(seed)
+    logits, bias, image_bias = (draw(generator, *shape, dtype=torch.float32) for shape in ((5, 6), (6,), (6,)))
+    ids = torch.randint(9, (5,), generator=generator)
+    table = torch.stack([torch.randperm(6, generator=generator)[:2] for _ in range(9)]).int()
+    scores = torch.nn.functional.softplus(logits.double()).sqrt()
+    for_text = table[ids].long() if hashed else (scores + bias).topk(2).indices
+    for_images = (scores + image_bias).topk(2).indices
+    chosen = torch.stack([for_images[row] if token in (3, 4) else for_text[row] for row, token in enumerate(ids)])
+    images = {"bias_vl": image_bias.npu(), "image_sentinel_lo": 3, "image_sentinel_count": 2}
+    logits, bias, ids, table = put(logits, bias, ids, table)
+    if hashed:
+        _, found = v4.route(logits, bias, ids, table, **images)
+    else:
+        _, found = v4.route(logits, bias, input_ids=ids, **images)
+    assert_equal(found, chosen.int())
+
+
 @covers("_C_ascend::npu_scatter_nd_update_sk", "_C_ascend::npu_scatter_nd_update_v2")
 def test_rows_are_written_to_their_blocks_and_places(standin: StandIn) -> None:
     """Of a cache whose blocks lie apart; rows with a negative block are left out."""

@@ -74,13 +74,25 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_deepseek_v4(directory: Path, seed: int = 0, drafts: bool = False) -> Path:
-    """Write config, tokenizer and weights, with *drafts* those of an MTP layer, too; return *directory*."""
+VISION = {"vision_n_layers": 1}  # of an encoder, which tests leave out
+TEXT_ONLY = {"language_model_only": True}
+
+
+def make_deepseek_v4(directory: Path, seed: int = 0, drafts: bool = False, sees_images: bool = False) -> Path:
+    """Write config, tokenizer and weights, with *drafts* those of an MTP layer, too; return *directory*.
+
+    A model that *sees_images* has other experts for their tokens, but no weights of an encoder.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for file in TINY.glob("tokenizer*"):
         shutil.copy(file, directory)
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "num_nextn_predict_layers": int(drafts)}, indent=2))
+    config = {**CONFIG, "num_nextn_predict_layers": int(drafts), **(VISION if sees_images else {})}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
     weights = make_weights(seed)
+    if sees_images:
+        generator = torch.Generator().manual_seed(seed)
+        gates = {f"layers.{index}.ffn.gate.bias_vl": torch.randn(EXPERTS, generator=generator) for index in range(4)}
+        weights |= gates
     save_file(weights | (make_mtp_layer(weights) if drafts else {}), directory / "model.safetensors", {"format": "pt"})
     return directory
 

@@ -411,6 +411,22 @@ GPT_OSS: dict[str, Any] = {
     "vocab_size": 201088,
     "torch_dtype": "bfloat16",
 }
+GLM5_NEXT: dict[str, Any] = {  # sizes that vllm-ascend's configuration class has for it
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "text_config": {
+        "model_type": "glm5_next_text",
+        "layer_types": [*[*["linear_attention"] * 3, "deepseek_sparse_attention"] * 11, "linear_attention"],
+        "first_k_dense_replace": 1,
+        "index_topk": 2048,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "vision_config": {},
+    "torch_dtype": "bfloat16",
+}
 SCHEMES = {  # of weights, by the model, or by page and line where the page's text says what no name says
     "GLM5-w4a4": "W4A4_MXFP4",
     "dsk-v3.1-w4a4_mlp-w8a8c8_attn-0618-full": "W4A4_MXFP4",  # for 950DT, whose quantized weights all are
@@ -425,6 +441,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.1": DEEPSEEK,
     "DeepSeek-V3.2": DEEPSEEK_SPARSE,
     "DeepSeek-V4-Flash": DEEPSEEK_V4,
+    "DeepSeek-V4-Flash-Vision": {**DEEPSEEK_V4, "vision_n_layers": 24},
     "DeepSeek-V4-Pro": DEEPSEEK_V4,
     "Gemma4": GEMMA4,
     "gpt-oss-120b": GPT_OSS,
@@ -452,6 +469,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GLM5": GLM5,
     "GLM5.2": GLM52,
     "GLM5.3": GLM52,  # of the same base model
+    "GLM5.3-Flash": GLM5_NEXT,
     "Hy3-preview": HY3,
     "InternVL3.5:93": INTERNVL,
     "InternVL3.5:135": {**INTERNVL, "llm_config": QWEN_MOE},

@@ -308,7 +308,7 @@ def route(*tensors: torch.Tensor, **changes: Any) -> Any:
         **changes,
     }
     call = torch.ops._C_ascend.moe_gating_top_k_hash
-    return call(x=x, bias=None if hashed else bias, input_ids=ids, tid2eid=table, **options)[:2]
+    return call(**{"x": x, "bias": None if hashed else bias, "input_ids": ids, "tid2eid": table, **options})[:2]
 
 
 def rotate_in_place(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, **changes: Any) -> torch.Tensor:
