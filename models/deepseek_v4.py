@@ -19,8 +19,8 @@ from operator import methodcaller
 from typing import Any
 
 from dbo_models.collectives import record_gather
-from dbo_models.deepseek import attend
-from dbo_models.hyper_connections import Form, StreamRecorder, chooses_by_token, shares_out_tokens
+from dbo_models.forms import get_decoder
+from dbo_models.hyper_connections import DEEPSEEK_V4, StreamRecorder, chooses_by_token, shares_out_tokens
 from dbo_models.layers import check_parts, get_layers
 from dbo_runtime.adapter import INPUT_IDS, KEPT, Collectives, name_auxiliary
 from dbo_runtime.decline import Decline
@@ -35,7 +35,7 @@ class DeepseekV4Adapter:
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        decoder = _get_decoder(model)
+        decoder = get_decoder(model)
         unknown: Decline | None = check_parts(decoder, KNOWN)
         if unknown is not None:
             return unknown
@@ -52,7 +52,7 @@ class DeepseekV4Adapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        decoder = _get_decoder(model)
+        decoder = get_decoder(model)
         layers, tokens = get_layers(decoder), None
         ids = p.input(INPUT_IDS) if any(chooses_by_token(layer.mlp) for layer in layers.values()) else None
         # Context parallel attention takes a chunk of the step's tokens, which no chunks of nano-batches make up.
@@ -62,7 +62,7 @@ class DeepseekV4Adapter:
             if ids is not None:
                 ids, _ = p.compute("chunk_ids", collectives.take_chunk, ids, outputs=2, token_wise=token_wise)
         streams = p.compute("streams", partial(_make_streams, decoder.hc_mult), x, token_wise=token_wise)
-        recorder = StreamRecorder(p, collectives, FORM, positions, ids, tokens, token_wise)
+        recorder = StreamRecorder(p, collectives, DEEPSEEK_V4, positions, ids, tokens, token_wise)
         for index, layer in layers.items():
             with p.layer(index):
                 streams = recorder.record_layer(layer, streams)
@@ -78,7 +78,7 @@ class DeepseekV4Adapter:
 
     def keep_output(self, model: Any, parts: Sequence[Any]) -> None:
         """Store the streams of all tokens before the head in the model's buffer, where MTP layers read them."""
-        decoder = _get_decoder(model)
+        decoder = get_decoder(model)
         if decoder._mtp_hidden_buffer is None:
             from torch import empty
 
@@ -89,25 +89,6 @@ class DeepseekV4Adapter:
         for part in parts:
             decoder._mtp_hidden_buffer[first : first + part.shape[0]].copy_(part.flatten(1))
             first += part.shape[0]
-
-
-def _get_decoder(model: Any) -> Any:
-    """Return the decoder of a language model, also inside a model that sees images."""
-    return getattr(model, "language_model", model).model
-
-
-def _mix_for_attention(layer: Any, streams: Any) -> tuple[Any, Any, Any]:
-    x, post, comb = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base)
-    return layer.input_layernorm(x), post, comb
-
-
-def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, ...]:
-    x, post, comb = layer.hc_pre(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base)
-    normed = layer.rms_norm_cast(x) if hasattr(layer, "rms_norm_cast") else (layer.post_attention_layernorm(x),)
-    return (*normed, post, comb)
-
-
-FORM = Form(attend, _mix_for_attention, _mix_for_experts)
 
 
 def _make_streams(count: int, x: Any) -> Any:

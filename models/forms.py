@@ -69,6 +69,11 @@ class BlockRecorder:
         return reduced
 
 
+def get_decoder(model: Any) -> Any:
+    """Return the decoder of a language model, also inside a model that sees images."""
+    return getattr(model, "language_model", model).model
+
+
 def record_layers(
     p: ProgramBuilder, decoder: Any, record_layer: Callable[[Any, Value], Value], norm: Callable[[Any], Any], x: Value
 ) -> Value:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dbo_models.collectives import record_reduce
 from dbo_models.experts import ExpertsRecorder
-from dbo_models.forms import BlockRecorder, record_add, record_layers
+from dbo_models.forms import BlockRecorder, get_decoder, record_add, record_layers
 from dbo_models.layers import check_parts
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.decline import Decline
@@ -25,7 +25,7 @@ class Gemma4Adapter:
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        decoder = _get_decoder(model)
+        decoder = get_decoder(model)
         unknown: Decline | None = check_parts(decoder, KNOWN)
         if unknown is not None:
             return unknown
@@ -37,14 +37,9 @@ class Gemma4Adapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        decoder, blocks = _get_decoder(model), BlockRecorder(p, collectives, positions)
+        decoder, blocks = get_decoder(model), BlockRecorder(p, collectives, positions)
         hidden: Value = record_layers(p, decoder, partial(_record_layer, blocks), decoder.norm, x)
         return hidden
-
-
-def _get_decoder(model: Any) -> Any:
-    """Return the decoder of a language model, also inside a model that sees images."""
-    return getattr(model, "language_model", model).model
 
 
 def _record_layer(blocks: BlockRecorder, layer: Any, x: Value) -> Value:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from dbo_models.collectives import record_gather
+from dbo_models.forms import get_decoder
 from dbo_models.hyper_connections import Form, StreamRecorder
 from dbo_models.layers import check_parts, get_layers
 from dbo_runtime.adapter import Collectives
@@ -35,7 +36,7 @@ class Glm5NextAdapter:
 
     def decline(self, model: Any) -> Decline | None:
         """Return why this model cannot be split, or None."""
-        decoder = _get_decoder(model)
+        decoder = get_decoder(model)
         unknown: Decline | None = check_parts(decoder, KNOWN)
         if unknown is not None:
             return unknown
@@ -47,7 +48,7 @@ class Glm5NextAdapter:
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
-        decoder, tokens = _get_decoder(model), None
+        decoder, tokens = get_decoder(model), None
         layers = get_layers(decoder)
         if decoder.is_sequence_parallel:
             x, tokens = p.compute("chunk", collectives.take_chunk, x, outputs=2, token_wise=True)
@@ -61,11 +62,6 @@ class Glm5NextAdapter:
         x = record_gather(p, "final_gather", collectives, x, tokens)
         hidden: Value = p.compute("final_norm", decoder.norm, x, token_wise=True)
         return hidden
-
-
-def _get_decoder(model: Any) -> Any:
-    """Return the decoder of a language model, also inside a model that sees images."""
-    return getattr(model, "language_model", model).model
 
 
 def _make_streams(count: int, x: Any) -> Any:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from dbo_models.collectives import record_gather, record_reduce
+from dbo_models.deepseek import attend
 from dbo_models.experts import ExpertsRecorder
 from dbo_models.layers import Attend
 from dbo_runtime.adapter import Collectives
@@ -133,6 +134,21 @@ def shares_out_tokens(layer: Any) -> bool:
     In vllm-ascend 0.23 it does so inside layers that hand on all tokens here.
     """
     return getattr(layer, "enable_dsa_cp", False)
+
+
+def _mix_for_attention(layer: Any, streams: Any) -> tuple[Any, Any, Any]:
+    x, post, comb = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base)
+    return layer.input_layernorm(x), post, comb
+
+
+def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, ...]:
+    x, post, comb = layer.hc_pre(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base)
+    normed = layer.rms_norm_cast(x) if hasattr(layer, "rms_norm_cast") else (layer.post_attention_layernorm(x),)
+    return (*normed, post, comb)
+
+
+DEEPSEEK_V4 = Form(attend, _mix_for_attention, _mix_for_experts)
+"""The form of DeepSeek V4's layers, in vllm-ascend 0.30 and 0.23."""
 
 
 def _run_experts(mlp: Any, x: Any, cast: Any, input_ids: Any = None) -> Any:

@@ -274,7 +274,7 @@ def run_in_pieces(
 def make_folder(architecture: str, folder: Path) -> Path:
     """Write the config of a tiny model, and what vLLM wants to have besides."""
     from tests.registry.tiny_configs import make_config as make_text
-    from tests.support.ascend import deepseek_v4, minimax
+    from tests.support.ascend import deepseek_v4, glm5_next, minimax
     from tests.support.vllm import multimodal_families, vision_families
 
     makers = {
@@ -285,7 +285,13 @@ def make_folder(architecture: str, folder: Path) -> Path:
     }
     if architecture in makers:
         return Path(makers[architecture](folder))
-    own = {"MiniMaxM3SparseForConditionalGeneration": minimax.CONFIG, "DeepseekV4ForCausalLM": deepseek_v4.CONFIG}
+    own = {
+        "MiniMaxM3SparseForConditionalGeneration": minimax.CONFIG,
+        "DeepseekV4ForCausalLM": deepseek_v4.CONFIG,
+        "DeepseekV4ForConditionalGeneration": {**deepseek_v4.CONFIG, **deepseek_v4.VISION},
+        "Glm5NextForCausalLM": glm5_next.CONFIG,
+        "Glm5NextForConditionalGeneration": glm5_next.CONFIG,
+    }
     folder.mkdir()
     content = own[architecture] if architecture in own else make_text(architecture)
     if architecture.startswith("Cohere"):

@@ -85,17 +85,25 @@ ASCEND_REMEDIES = (
         "DBO_SPLIT=nano, or `auto`; or serve GLM-5 without --pipeline-parallel-size",
     ),
     Remedy(
-        ("DeepSeek V4 is split as vllm-ascend's class only",),
+        (
+            "DeepSeek V4 is split as vllm-ascend's class only",
+            "GLM-5.3-Flash is split as vllm-ascend's class only",
+        ),
         "vLLM's own class of the model has other layers",
         "serve it with vllm-ascend",
     ),
     Remedy(
         (
             "layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)",
-            "DeepSeek V4 with images is not supported",
             "context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm",
+            "GLM-5.3-Flash without hyper-connections (mhc) is not supported",
         ),
         "a variant of the model that its adapter does not take",
         "leave out the option that the reason names; its MTP layers do draft",
+    ),
+    Remedy(
+        ("tokens of an image see each other in DeepSeek V4",),
+        "steps have nano-batches only: metadata of micro-batches would have to know where images are",
+        "DBO_SPLIT=nano, or `auto`",
     ),
 )

@@ -197,7 +197,12 @@ SPARSE_ATTENTION = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Those whose attention sees keys that an indexer chooses; vLLM has no kernels for it on CPU."""
 
 MINIMAX_M3 = "MiniMaxM3SparseForConditionalGeneration"
-DEEPSEEK_V4 = "DeepseekV4ForCausalLM"  # of which vllm-ascend's class is split
+OF_ASCEND = (  # whose classes of vllm-ascend's are split
+    "DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration",
+    "Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration",
+)
 """Which vLLM has no class for on CPU; tests/support/ascend/minimax.py makes one."""
 
 

@@ -25,9 +25,9 @@ from tests.support.vllm.expert_parallel import (
     generate,
 )
 from tests.support.vllm.families import (
-    DEEPSEEK_V4,
     LINEAR_ATTENTION,
     MINIMAX_M3,
+    OF_ASCEND,
     ONLY_BFLOAT16,
     SPARSE_ATTENTION,
     find_backend,
@@ -154,7 +154,7 @@ def test_every_architecture_that_we_register_is_among_them() -> None:
         QWEN35_MOE,
         *SPARSE_ATTENTION,
         MINIMAX_M3,
-        DEEPSEEK_V4,
+        *OF_ASCEND,
     }  # in files of their own
     multimodal = {GEMMA4, INTERNVL, KIMI, OMNI, QWEN25, QWEN3, QWEN3_MOE}  # four of them in test_qwen_vl.py
     assert ours == {*OURS, *multimodal, *others}
