@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-npu setup-ascend setup-cuda gpu-kit demo demo-vl demo-two-hosts demo-expert-parallel demo-disaggregated demo-sweep \
-	train test test-npu test-npu-slow test-ascend test-ascend-slow test-gpu-kit count-recipes test-upstream gpu-kit-rehearsal hardware test-compat record-adapters test-slow test-shards test-all test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
+	train test test-npu test-npu-slow test-ascend test-ascend-slow test-gpu-kit count-recipes verdicts test-upstream gpu-kit-rehearsal hardware test-compat record-adapters test-slow test-shards test-all test-nightly bench bench-two-hosts try-registry planted-faults false-alarms faults soak mutants fuzz growth docs site dashboard dist release lint format clean
 
 help: ## list the words, those for every day first
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' Makefile | expand -t 24
@@ -102,6 +102,9 @@ test-gpu-kit: setup-cuda gpu-kit ##+ run vLLM's CUDA build from the GPU kit as f
 
 count-recipes: setup-ascend ##+ count which commands of vllm-ascend's tutorials would be split, for docs/ascend.md (minutes)
 	$(ASCEND_BIN)/python -m tests.ascend.count_recipes
+
+verdicts: setup-ascend ##+ compare the doctor's verdict on each form of these commands with what a tiny model of it does (an hour)
+	NPU_TESTS=required $(ASCEND_BIN)/python -m pytest tests/ascend/test_verdicts.py -m slow --all-forms $(VERDICT_OPTIONS)
 
 test-upstream: setup-ascend ##+ run vllm-ascend's own unit tests with overlap switched on and off, for docs/ascend.md (an hour)
 	$(ASCEND_BIN)/python -m tests.ascend.upstream_tests

@@ -16,6 +16,11 @@ OBSTACLE = suites.ASCEND.explain_left_out()
 collect_ignore_glob = [] if OBSTACLE is None else ["test_*.py"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make verdicts`."""
+    parser.addoption("--all-forms", action="store_true", help="test_verdicts.py: serve all forms, not a sample")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _environment() -> Iterator[None]:
     """Set what every process has to find when it starts, its libraries above all; a failing build fails all tests."""
