@@ -48,7 +48,7 @@ class StreamRecorder:
     Attributes:
         p: builder of the micro-batch's program.
         collectives: the ranks' communication.
-        form: what differs between families.
+        form: the family's own part of the layers.
         positions: positions of all tokens [tokens].
         input_ids: token ids of the tokens whose streams are passed, or None if no layer reads them.
         tokens: number of tokens in all chunks, if the streams are this rank's chunk only; otherwise None.
