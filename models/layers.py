@@ -174,10 +174,10 @@ class LayerRecorder:
         without_reduce = keep_reduce if leaves_reduce(layer) else self.collectives.without_reduce
         if latent is not None:
             return self.record_latent_attention(latent, without_reduce, x)
-        name = "linear_attention" if hasattr(layer, "linear_attn") else "attention"  # two names: their costs differ
+        prefix = "linear_" if hasattr(layer, "linear_attn") else ""  # names of their own: their costs differ
         module = without_reduce(partial(self.attend, attention))
-        divided = record_divided(self.collectives, attention, self.attend, without_reduce)
-        attended: Value = self.p.compute(name, module, self.positions, x, ordered=True, divided=divided)
+        divided = record_divided(self.collectives, attention, self.attend, without_reduce, prefix)
+        attended: Value = self.p.compute(f"{prefix}attention", module, self.positions, x, ordered=True, divided=divided)
         return attended
 
     def record_latent_attention(self, latent: LatentAttention, without_reduce: WithoutReduce, x: Value) -> Value:
@@ -207,20 +207,19 @@ class LayerRecorder:
 
 
 def record_divided(
-    collectives: Collectives, attention: Any, attend: Attend, without_reduce: WithoutReduce
+    collectives: Collectives, attention: Any, attend: Attend, without_reduce: WithoutReduce, prefix: str = ""
 ) -> Program | None:
-    """Return a program of an attention module for nano-batches, (positions, x [tokens, hidden]) -> [tokens, hidden].
-
-    None if the module stays one op.
-    """
+    """Return an attention module's program, (positions, x) -> [tokens, hidden]; None if the module stays one op."""
     divided = collectives.divide_attention(attention, attend)
     if divided is None:
         return None
     p, taken = ProgramBuilder(), divided.taken
+    declare, core = partial(p.compute, token_wise=True), f"{prefix}attention_core"
     positions, x = p.input("positions"), p.input("x")
-    projected = p.compute("qkv", divided.project, positions, x, outputs=taken + divided.kept, token_wise=True)
-    attended = p.compute("attention_core", divided.attend, *projected[:taken], ordered=True)
-    out = p.compute("attn_out", without_reduce(divided.project_out), attended, *projected[taken:], token_wise=True)
+    projected = declare(f"{prefix}qkv", divided.project, positions, x, outputs=taken + divided.kept)
+    written = () if divided.written is None else (projected[divided.written],)
+    attended = p.compute(core, divided.attend, *projected[:taken], ordered=True, overwrites=written)
+    out = declare(f"{prefix}attn_out", without_reduce(divided.project_out), attended, *projected[taken:])
     return p.build(out)
 
 

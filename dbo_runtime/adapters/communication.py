@@ -120,6 +120,7 @@ class DividedAttention(NamedTuple):
         project_out: (attended, *kept) -> [tokens, hidden]. Token-wise; ends in an all-reduce, as the module does.
         taken: number of values that `attend` takes.
         kept: number of values that `project_out` takes besides.
+        written: number, from zero, of the value that `attend` takes to write its result to; None if it makes a tensor.
     """
 
     project: Callable[..., Any]
@@ -127,6 +128,7 @@ class DividedAttention(NamedTuple):
     project_out: Callable[..., Any]
     taken: int
     kept: int = 0
+    written: int | None = None
 
 
 class Collectives(Protocol):

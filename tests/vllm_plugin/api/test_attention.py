@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import traceback
+from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,65 @@ class Absent(Attention):
         return self.o_proj(hidden_states)
 
 
+class Linear(Core):
+    """The form of vLLM's and vllm-ascend's linear attention: an operator writes to a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.out_proj = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states: Any, output: Any = None) -> Any:  # type: ignore[override]
+        count = hidden_states.size(0)
+        x, b, z = self.in_proj(hidden_states).chunk(3, dim=-1)
+        core_out = torch.zeros_like(x)
+        torch.ops.vllm.dbo_test_core(x, b.contiguous(), core_out, WIDTH)
+        out = self.out_proj(core_out * z.sigmoid())
+        if output is not None:
+            output[:count] = out
+        return out
+
+
+class Dispatched(Linear):
+    """As vLLM's class calls the forward of its platform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forward_method = self.forward_cpu
+
+    def forward(self, hidden_states: Any) -> Any:  # type: ignore[override]
+        return self._forward_method(hidden_states)
+
+    def forward_cpu(self, hidden_states: Any) -> Any:
+        x, b, z = self.in_proj(hidden_states).chunk(3, dim=-1)
+        core_out = torch.zeros_like(x)
+        torch.ops.vllm.dbo_test_core(x, b, core_out, WIDTH)
+        return self.out_proj(core_out * z.sigmoid())
+
+
+class WritingTwice(Linear):
+    def forward(self, hidden_states: Any) -> Any:  # type: ignore[override]
+        x, b, _ = self.in_proj(hidden_states).chunk(3, dim=-1)
+        core_out = torch.zeros_like(x)
+        torch.ops.vllm.dbo_test_core(x, b, core_out, WIDTH)
+        return self.out_proj(core_out * b)  # b may have been written, too
+
+
+def sum_up(x: torch.Tensor, b: torch.Tensor, out: torch.Tensor, size: int) -> None:
+    assert size == WIDTH
+    out.copy_((x * b).cumsum(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operator() -> Iterator[None]:
+    """Register the operator of `Linear` among vLLM's, for as long as these tests run."""
+    library = torch.library.Library("vllm", "FRAGMENT")
+    library.define("dbo_test_core(Tensor x, Tensor b, Tensor(a!) out, int size) -> ()")
+    library.impl("dbo_test_core", sum_up, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
 def wrap(forward: Any) -> Any:
     @wraps(forward)
     def run(*args: Any) -> Any:
@@ -127,6 +187,25 @@ def test_parts_compute_what_the_module_computes(positions: torch.Tensor | None) 
     assert (divided.taken, divided.kept) == (3, 1)
     *projected, gate = divided.project(positions, x)
     assert torch.equal(divided.project_out(divided.attend(*projected), gate), module(positions, x))
+
+
+@pytest.mark.parametrize("kind", [Linear, Dispatched])
+def test_parts_of_linear_attention_compute_what_the_module_computes(kind: type[Linear]) -> None:
+    """The tensors that the operator reads and writes are joined from the parts of the tokens."""
+    module, x = kind().double(), torch.randn(TOKENS, WIDTH).double()
+    with torch.no_grad():
+        divided = divide_attention(module, lambda attention, positions, x: attention(x))
+        assert divided is not None
+        assert (divided.taken, divided.kept) == (3, 1)
+        parts = [divided.project(None, x[piece]) for piece in (slice(0, 2), slice(2, None))]
+        *taken, _ = (torch.cat(each) for each in zip(*parts, strict=True))
+        attended = divided.attend(*taken).split([2, 3])
+        out = [divided.project_out(part, own[3]) for part, own in zip(attended, parts, strict=True)]
+        torch.testing.assert_close(torch.cat(out), module(x))
+
+
+def test_linear_attention_whose_operator_may_write_to_several_tensors_stays_one_op() -> None:
+    assert divide_attention(WritingTwice(), lambda attention, positions, x: attention(x)) is None
 
 
 def test_what_comes_before_and_after_attention_is_the_same_for_parts_of_the_tokens() -> None:

@@ -87,12 +87,16 @@ def test_steps_of_decodes_and_prefills_are_close(engine: Engine, cuts: Sequence[
     assert_close_up_to_ties(unsplit, run_cut(engine, cuts, PROMPTS, 6, MIXED))
 
 
-@pytest.mark.parametrize("count", ["2", "5"])
-def test_nano_batches_keep_the_states_of_the_step(engine: Engine, count: str) -> None:
-    """Linear attention is one joint op, so that nothing has to be known of its states."""
+@pytest.mark.parametrize(("count", "check"), [("2", "0"), ("5", "0"), ("3", "races")])
+def test_nano_batches_keep_the_states_of_the_step(engine: Engine, count: str, check: str) -> None:
+    """The core of linear attention is one joint op, so that nothing has to be known of its states."""
+    ops = engine.runner.get_model().forward.runtime.program.ops
+    names = {part.name for op in ops if op.divided is not None for part in op.divided.ops}
+    assert {"linear_qkv", "linear_attention_core", "linear_attn_out"} <= names, "its projections are cut"
     unsplit = run_unsplit(engine, PROMPTS, 6, MIXED)
     forget_prefixes(engine)
-    assert_close_up_to_ties(unsplit, run_in_nano_batches(engine, PROMPTS, 6, MIXED, DBO_MICRO_BATCHES=count))
+    settings = {"DBO_MICRO_BATCHES": count, "DBO_CHECK": check}
+    assert_close_up_to_ties(unsplit, run_in_nano_batches(engine, PROMPTS, 6, MIXED, **settings))
 
 
 @pytest.mark.parametrize("cuts", [(1024,), (768, 1536)], ids=str)
