@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS
 from tests.support.ascend import deepseek_v4, glm5_next, minimax
 from tests.support.ascend.engines import FOUR, OPTIONS, TINY
 from tests.support.ascend.families import OPTIONS_OF, make_model
@@ -68,6 +69,8 @@ class Form(NamedTuple):
             return f"no chip of the stand-in's has the operators of {self.weights}"
         if self.architecture in ABSENT_MODELS:
             return "the stand-in has no such attention"
+        if "fmc2" in self.flags and self.weights == INT4:
+            return "the stand-in has no fused MC2 of int4"
         return "no chip of the stand-in's has caches in fp8" if {"fp8", "li_fp8"} & set(self.flags) else ""
 
     @property
@@ -138,8 +141,8 @@ def make_server(form: Form, folder: Path) -> Server:
     if weights is not None:
         model = quantize_model(model, folder / "model", *weights)
         options["quantization"] = "ascend"
-    if "li_c8" in flags and weights is not None:
-        quantize_indexers(model)
+    if "li_c8" in flags and weights is not None and form.architecture in SPARSE_MODELS:
+        quantize_indexers(model)  # of other models, the option alone decides
     if "index_cache" in flags:
         options["hf_overrides"] = {**options.get("hf_overrides", {}), **INDEX_CACHE}
     tensor, _, stages, shares_keys = form.is_parallel
