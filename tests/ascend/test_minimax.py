@@ -5,7 +5,6 @@ Of up to four blocks of keys, its indexer chooses two.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ from tests.support.ascend.drafts import assert_drafts_are_equal
 from tests.support.ascend.engines import FOUR, PIPELINE, start
 from tests.support.ascend.equivalence import assert_data_parallel_prefills_are_close
 from tests.support.ascend.jobs import answer, make_prompts
-from tests.support.ascend.minimax import TEXT_ONLY, draft_by_eagle3, make_minimax
+from tests.support.ascend.minimax import TEXT_ONLY, describe_vision_tower, draft_by_eagle3, make_minimax
 from tests.support.ascend.modelslim import DYNAMIC, STATIC, quantize_model
 from tests.support.ascend.options import FLASHCOMM, REPLICATED, TWO
 from tests.support.ascend.sparse_attention import QUANTIZED, assert_steps_are_equal, share_out
 from tests.support.vllm.engine import find_difference
-
-VISION_PROJECTIONS = (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "fc1", "fc2")
-PROJECTORS = ("vision_tower.multi_modal_projector", "vision_tower.patch_merge_mlp")
 
 
 @pytest.mark.slow
@@ -37,15 +33,6 @@ def test_drafts_are_verified_in_chunks_of_tokens(tmp_path: Path) -> None:
     drafting = draft_by_eagle3(3, tmp_path / "drafter")
     for npus in start(1, make_minimax(tmp_path / "model"), **TWO, **FLASHCOMM, **drafting, **TEXT_ONLY):
         assert_drafts_are_equal(npus, accepts=False)
-
-
-def describe_vision_tower(model: Path) -> None:
-    """Say of projections of the vision tower, of which the tiny model has no weights, that they are not quantized."""
-    file = model / "quant_model_description.json"
-    names = [f"encoder.layers.0.{name}" for name in VISION_PROJECTIONS]
-    description = {f"model.vision_tower.vision_model.{name}.weight": "FLOAT" for name in names}
-    description |= {f"model.{name}.linear_{i}.weight": "FLOAT" for name in PROJECTORS for i in (1, 2)}
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **description}), encoding="utf-8")
 
 
 @pytest.mark.slow

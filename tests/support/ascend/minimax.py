@@ -86,11 +86,22 @@ CONFIG = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+VISION_PROJECTIONS = (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")), "fc1", "fc2")
+PROJECTORS = ("vision_tower.multi_modal_projector", "vision_tower.patch_merge_mlp")
 TEXT_ONLY = {  # options of an engine: the encoder is left out
     "language_model_only": True,
     # vllm-ascend's module of the model leaves another in place of one of vLLM's, which its workers must have imported.
     "distributed_executor_backend": "mp",
 }
+
+
+def describe_vision_tower(model: Path) -> None:
+    """Say of projections of the vision tower, of which the tiny model has no weights, that they are not quantized."""
+    file = model / "quant_model_description.json"
+    names = [f"encoder.layers.0.{name}" for name in VISION_PROJECTIONS]
+    description = {f"model.vision_tower.vision_model.{name}.weight": "FLOAT" for name in names}
+    description |= {f"model.{name}.linear_{i}.weight": "FLOAT" for name in PROJECTORS for i in (1, 2)}
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **description}), encoding="utf-8")
 
 
 def make_minimax(directory: Path, indexer_seed: int | None = None) -> Path:

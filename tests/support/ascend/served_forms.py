@@ -75,8 +75,8 @@ class Form(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of data parallel ranks."""
-        return 2 if self.is_parallel[1] else 1
+        """Number of data parallel ranks; of a dense model each is a server of its own to vLLM, so one is enough."""
+        return 2 if self.is_parallel[1] and self.shares_out_experts else 1
 
 
 class Server(NamedTuple):
@@ -94,7 +94,7 @@ class Server(NamedTuple):
 
     def list_arguments(self, form: Form) -> list[str]:
         """Return the arguments of `vllm serve`."""
-        options = {**self.options, "data_parallel_size": form.ranks}
+        options = {**self.options, "data_parallel_size": 2 if form.is_parallel[1] else 1}
         return [str(self.model), *(_make_argument(name, value) for name, value in options.items() if value is not None)]
 
 
@@ -140,6 +140,8 @@ def make_server(form: Form, folder: Path) -> Server:
     weights, flags = WEIGHTS[form.weights], set(form.flags)
     if weights is not None:
         model = quantize_model(model, folder / "model", *weights)
+        if form.architecture == MINIMAX_M3:
+            minimax.describe_vision_tower(model)
         options["quantization"] = "ascend"
     if "li_c8" in flags and weights is not None and form.architecture in SPARSE_MODELS:
         quantize_indexers(model)  # of other models, the option alone decides
