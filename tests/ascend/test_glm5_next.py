@@ -18,14 +18,13 @@ from tests.support.ascend.glm5_next import TEXT_ONLY, make_glm5_next
 from tests.support.ascend.jobs import answer, answer_in_nano_batches, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, quantize_model
 from tests.support.ascend.mtp_layers import DRAFTS
-from tests.support.ascend.options import GRAPHS
+from tests.support.ascend.options import FLASHCOMM, GRAPHS
 from tests.support.ascend.sparse_attention import QUANTIZED, share_out
 from tests.support.vllm.engine import Answer, Engine, find_difference
 from tests.support.vllm.ranks import Ranks
 from tests.support.vllm.speculation import count_drafts
 
 AUTO = {"DBO_SPLIT": "auto"}
-CHUNKS = {"additional_config": {"enable_mlapo": False, "enable_flashcomm1": True}}
 
 
 def assert_mixed_steps_are_equal(npus: Ranks) -> None:
@@ -38,7 +37,7 @@ def assert_mixed_steps_are_equal(npus: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, {}), (2, CHUNKS)], ids=["1", "2", "2-flashcomm1"])
+@pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, {}), (2, FLASHCOMM)], ids=["1", "2", "2-flashcomm1"])
 def test_nano_batches_are_equal_to_unsplit_steps(workers: int, options: dict[str, Any], tmp_path: Path) -> None:
     for npus in start(1, make_glm5_next(tmp_path), AUTO, **share_out(workers), **TEXT_ONLY, **options):
         assert_nano_batches_are_equal(npus)
@@ -46,7 +45,7 @@ def test_nano_batches_are_equal_to_unsplit_steps(workers: int, options: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, CHUNKS)], ids=["1", "2-flashcomm1"])
+@pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, FLASHCOMM)], ids=["1", "2-flashcomm1"])
 def test_data_parallel_ranks_are_equal(workers: int, options: dict[str, Any], tmp_path: Path) -> None:
     prompts = [make_prompts(40, 30, 200, 5), make_prompts(30, 20, 90)]
     settings = {**AUTO, **FOUR}

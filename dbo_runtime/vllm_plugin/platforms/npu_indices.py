@@ -69,13 +69,13 @@ def divide_indices(model: torch.nn.Module) -> None:
 
 def _use_rows_of_micro_batch(attention: AscendSFAImpl, access: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(access)
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         whole = attention.topk_indices_buffer
         if whole is None:
-            return access(*arguments)
+            return access(*arguments, **named)
         attention.topk_indices_buffer = whole[getattr(get_current(), "first_token", 0) :]
         try:
-            return access(*arguments)
+            return access(*arguments, **named)
         finally:
             attention.topk_indices_buffer = whole
 

@@ -105,7 +105,7 @@ def update_states(
         state: [blocks, heads, size, key size], updated.
         cu_seqlens: [requests + 1].
         ssm_state_indices: the block of each request's state [requests], or of that of each token [requests, tokens].
-        num_accepted_tokens: from which of its blocks a request goes on, counted from one [requests].
+        num_accepted_tokens: number, from one, of the block that a request goes on from [requests].
     """
     expect("recurrent_kda", settings, {**KNOWN, **OF_DECODES})
     out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)

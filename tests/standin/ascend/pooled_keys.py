@@ -36,7 +36,7 @@ def keep_keys(
         indexer_cache: keys of pools [blocks, block size, 1, size], updated.
         k: keys [tokens, size], as are the scores.
         ape: scores of the places in a pool [pool size, size].
-        cum_query_lens: where each request's tokens end [requests].
+        cum_query_lens: ends of the requests' tokens [requests].
         seq_lens: tokens of each request, with those before [requests].
         tail_slot_mapping: slot of each token in the rings [tokens].
         tail_block_table: the block of each request's ring [requests, 1].

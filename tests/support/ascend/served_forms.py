@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
     Attributes:
         architecture: the model's architecture, for InternVL with that of its language model.
-        weights: what ModelSlim calls the quantized weights; empty if they are not quantized.
+        weights: ModelSlim's name of the quantized weights; empty if they are not quantized.
         drafter: method of speculative decoding; empty if there is none, or none that runs over the stand-in.
         flags: flags of the recipe.
         is_parallel: whether there are several ranks: tensor parallel, data parallel, stages, context parallel.
@@ -52,7 +52,7 @@ class Form(NamedTuple):
     weights: str
     drafter: str
     flags: tuple[str, ...]
-    is_parallel: tuple[bool, bool, bool, bool]
+    is_parallel: tuple[bool, ...]
     shares_out_experts: bool
 
     @property
@@ -124,7 +124,7 @@ def read_form(recipe: Recipe) -> Form:
         recipe.scheme if recipe.quantization else "",
         recipe.drafter if _has_drafter(architecture, recipe.drafter) else "",
         tuple(flag for flag in recipe.flags.split() if flag not in NOT_IN_FORM),
-        tuple(size != "1" for size in sizes),  # type: ignore[arg-type]
+        tuple(size != "1" for size in sizes),
         recipe.expert_parallel == "1",
     )
 
