@@ -40,6 +40,26 @@ SUITES = MappingProxyType(
         "failures": ("end_to_end/test_failures.py",),
         "concurrent ops": ("end_to_end/test_side.py",),
         "multimodal": ("encoder", "end_to_end/test_qwen_vl.py"),
+        "features": (
+            "alternatives",
+            "telemetry",
+            *(
+                f"end_to_end/test_{name}.py"
+                for name in (
+                    "bfloat16",
+                    "failing_adapters",
+                    "kv_connectors",
+                    "linear_attention",
+                    "lora",
+                    "nano_batches",
+                    "nano_only",
+                    "pooling",
+                    "request_features",
+                    "serving",
+                    "speculative",
+                )
+            ),
+        ),
     }
 )
 """Files and folders of tests by suite."""

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.worker_base import WorkerBase
+    from vllm.profiler.wrapper import TorchProfilerWrapper
 
 
-def profile_all_threads(worker: WorkerBase) -> bool:
-    """Make a worker's torch profiler record all its threads; return whether it has a profiler.
+def profile_all_threads() -> None:
+    """Make vLLM's torch profiler record all threads of this process. Safe to call repeatedly.
 
-    By default it records only the thread that starts it, but a CPU's lanes are threads. CPU workers create the profiler
-    in their constructor. Device workers create it later, but there one thread issues all ops.
+    By default it records only the thread that starts it, but a CPU's lanes are threads.
     """
-    wrapper = getattr(worker, "profiler", None)
-    profiler = getattr(wrapper, "profiler", None)
-    if not isinstance(profiler, torch.profiler.profile) or profiler.experimental_config is not None:
-        return False
+    from vllm.profiler.wrapper import TorchProfilerWrapper
+
+    start = TorchProfilerWrapper._start
+    if hasattr(start, "__wrapped__"):
+        return
+
+    @functools.wraps(start)
+    def start_for_all_threads(wrapper: TorchProfilerWrapper) -> None:
+        _include_all_threads(wrapper)
+        start(wrapper)
+
+    TorchProfilerWrapper._start = start_for_all_threads
+
+
+def _include_all_threads(wrapper: TorchProfilerWrapper) -> None:
+    """Configure the profiler that is about to start, unless it has a configuration of this kind."""
     try:
-        profiler.experimental_config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     except (AttributeError, TypeError):  # this torch lacks the option
-        return False
-    return True
+        return
+    options = getattr(wrapper, "_profiler_kwargs", None)
+    if options is not None:  # from vLLM 0.32 on, of the profiler that each start makes
+        options.setdefault("experimental_config", config)
+    elif wrapper.profiler.experimental_config is None:
+        wrapper.profiler.experimental_config = config

@@ -31,7 +31,7 @@ def set_up_worker(worker: WorkerBase, config: RuntimeConfig, quiet: bool) -> Non
     _patch_cpu_build(worker.vllm_config, platform, quiet)
     _install_host_lengths(worker.vllm_config, platform, config)
     if platform.host_computes:  # lanes are threads
-        profile_all_threads(worker)
+        profile_all_threads()
     _wrap_load_model(worker.model_runner, config)
     _wrap_profile_run(worker.model_runner)
     _wrap_warm_up(worker)

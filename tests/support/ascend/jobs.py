@@ -84,15 +84,10 @@ def answer_as_they_come(
 
 
 def answer_in_chunks(engine: Engine, rank: int, prompts: Sequence[Prompts], chunk: int) -> list[Answer]:
-    """Return answers that vllm-ascend computes unsplit, in steps with at most *chunk* tokens of a request each."""
+    """Return answers that vllm-ascend computes unsplit, in steps of at most *chunk* tokens."""
     engine.configure(DBO_MODE="off")
     engine.cut_by_settings()
-    settings = engine.llm.llm_engine.engine_core.engine_core.scheduler.scheduler_config
-    settings.long_prefill_token_threshold = chunk
-    try:
-        return engine.generate(prompts[rank], 1)
-    finally:
-        settings.long_prefill_token_threshold = 0
+    return engine.generate_in_chunks(prompts[rank], chunk)
 
 
 def subtract(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,15 @@ class Engine:
             step += 1
         return [finished[i] for i in range(len(prompts))]
 
+    def generate_in_chunks(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[Answer]:
+        """Generate one token of each prompt, in steps of at most *chunk* tokens, which vLLM's scheduler asserts.
+
+        `long_prefill_token_threshold` would not do: from vLLM 0.32 on it does not hold for a request that is alone.
+        """
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        with patch.object(scheduler, "max_num_scheduled_tokens", chunk):
+            return self.generate(prompts)
+
     def step_once(self, prompt: Sequence[int]) -> list[Answer]:
         """Run one step, which is the prefill of one prompt."""
         from vllm import SamplingParams

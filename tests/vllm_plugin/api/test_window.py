@@ -8,7 +8,7 @@ import pytest
 
 from dbo_runtime.vllm_plugin.api.known import TESTED_VLLM_VERSIONS, VLLM_WINDOW
 from dbo_runtime.vllm_plugin.api.window import Standing, classify_version, parse_release
-from tools.compat_suites import RESULTS, ROOT, SUITES
+from tools.compat_suites import RESULTS, ROOT, SUITES, TESTS, find_suite
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,9 @@ def test_tested_are_the_pinned_version_and_those_on_which_all_suites_passed() ->
         if set(found["suites"]) == set(SUITES) and all(each["passed"] and not each["failed"] for each in counts):
             passed.append(version)
     assert sorted(parse_release(version)[:2] for version in passed) == list(TESTED_VLLM_VERSIONS)
+
+
+def test_every_file_of_tests_that_touch_vllm_is_in_a_suite() -> None:
+    """What no suite has is run on no other version."""
+    found = {find_suite(str(file.relative_to(ROOT))) for file in (ROOT / TESTS).rglob("test_*.py")}
+    assert found == set(SUITES)

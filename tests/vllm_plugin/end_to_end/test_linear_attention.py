@@ -56,9 +56,11 @@ def uncached(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Engi
 
 def run_in_chunks(engine: Engine, prompt: list[int], chunk: int) -> list[Answer]:
     """Return what vLLM answers unsplit, in steps of at most *chunk* tokens."""
-    settings = engine.llm.llm_engine.engine_core.engine_core.scheduler.scheduler_config
-    with patch.object(settings, "long_prefill_token_threshold", chunk):
-        return run_unsplit(engine, [prompt])
+    engine.configure(DBO_MODE="off")
+    try:
+        return engine.generate_in_chunks([prompt], chunk)
+    finally:
+        engine.configure(DBO_MODE="always")
 
 
 def forget_prefixes(engine: Engine) -> None:

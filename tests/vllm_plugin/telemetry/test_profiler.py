@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,19 +47,40 @@ def _list_executors(runtime: Any) -> list[Any]:
     return list(runtime._executors._executors.values())
 
 
-def test_a_profiler_that_is_configured_already_stays_as_it_is() -> None:
-    plain, configured = torch.profiler.profile(), torch.profiler.profile()
-    configured.experimental_config = own = torch._C._profiler._ExperimentalConfig()
-    assert profile_all_threads(SimpleNamespace(profiler=SimpleNamespace(profiler=plain)))  # type: ignore[arg-type]
-    assert plain.experimental_config is not None
-    assert not profile_all_threads(SimpleNamespace(profiler=SimpleNamespace(profiler=configured)))  # type: ignore[arg-type]
-    assert configured.experimental_config is own
-    for worker in (SimpleNamespace(), SimpleNamespace(profiler=None), SimpleNamespace(profiler=SimpleNamespace())):
-        assert not profile_all_threads(worker)  # type: ignore[arg-type]
+def make_wrapper(folder: Path) -> Any:
+    """Return vLLM's wrapper of a profiler of the host."""
+    from vllm.config import ProfilerConfig
+    from vllm.profiler.wrapper import TorchProfilerWrapper
+
+    config = ProfilerConfig(profiler="torch", torch_profiler_dir=str(folder))
+    return TorchProfilerWrapper(config, worker_name="rank0", local_rank=0, activities=["CPU"])
 
 
-def test_a_torch_that_cannot_record_all_threads_records_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiler = torch.profiler.profile()
+def start(wrapper: Any) -> Any:
+    """Start and stop the profiler; return the options that it had."""
+    profile_all_threads()
+    profile_all_threads()  # a second worker in this process
+    wrapper.start()
+    wrapper.stop()
+    return wrapper.profiler.experimental_config
+
+
+def test_every_start_records_all_threads(tmp_path: Path) -> None:
+    wrapper = make_wrapper(tmp_path)
+    assert start(wrapper) is not None
+    assert start(wrapper) is not None
+
+
+def test_a_profiler_that_is_configured_already_stays_as_it_is(tmp_path: Path) -> None:
+    wrapper = make_wrapper(tmp_path)
+    own = torch._C._profiler._ExperimentalConfig()
+    if hasattr(wrapper, "_profiler_kwargs"):  # from vLLM 0.32 on
+        wrapper._profiler_kwargs["experimental_config"] = own
+    else:
+        wrapper.profiler.experimental_config = own
+    assert start(wrapper) is own
+
+
+def test_a_torch_that_cannot_record_all_threads_records_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C._profiler, "_ExperimentalConfig", lambda: None)  # takes no such option
-    assert not profile_all_threads(SimpleNamespace(profiler=SimpleNamespace(profiler=profiler)))  # type: ignore[arg-type]
-    assert profiler.experimental_config is None
+    assert start(make_wrapper(tmp_path)) is None
