@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dbo_runtime.config import RuntimeConfig
@@ -85,6 +85,7 @@ def test_steps_are_split_by_such_orders(name: str, seed: int) -> None:
     planner = PLANNERS[name]
     config = RuntimeConfig(mode="always")
     batch = draw_batch(random.Random(seed))
+    assume(batch.tokens > 3)  # fewer tokens of one request have nowhere to be cut
     for choice in (planner.choose(batch, config), planner.choose_data_parallel([batch.tokens, 7], config)):
         assert isinstance(choice, SplitChoice), choice
         assert keeps(choice.order)
