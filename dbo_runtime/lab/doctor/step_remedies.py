@@ -180,6 +180,8 @@ PART_REMEDIES = (
             "the rotary embedding is not known to rotate queries without keys",
             "one kernel rotates queries and keys",
             "one kernel normalizes queries and keys",
+            "one kernel projects queries and keys and writes the cache",
+            "the last projection of latent attention communicates",
         ),
         "latent attention stays one op, without concurrent ops inside; steps are split all the same",
         "nothing: docs/vllm.md#concurrent-ops-dbo_side",

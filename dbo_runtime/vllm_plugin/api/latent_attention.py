@@ -6,13 +6,13 @@ that writes the cache reads slots from the current forward context. Here, the sl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 
-from dbo_runtime.adapters.communication import DividedAttention
+from dbo_runtime.adapters.communication import DividedAttention, LatentAttention
 from dbo_runtime.decline import Decline
 
 if TYPE_CHECKING:
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 
 KNOWN_MODULES = ("MultiHeadLatentAttentionWrapper",)
 SINGLE, PAIRED = "RotaryEmbedding", "DeepseekScalingRotaryEmbedding"  # the second rotates keys with the queries
+
+
+class LatentParts(LatentAttention, Protocol):
+    """Latent attention in parts: those of `LatentAttention`, and those for nano-batches.
+
+    Attributes:
+        is_gated: whether a gate scales what attention returns. Then only nano-batches have parts.
+    """
+
+    is_gated: bool
+
+    def divide(self) -> DividedAttention:
+        """Return the parts for nano-batches."""
 
 
 def get_latent_module(attention: torch.nn.Module) -> MultiHeadLatentAttentionWrapper | None:
@@ -51,7 +64,9 @@ def check_attention(module: MultiHeadLatentAttentionWrapper) -> Decline | None:
 
 
 class SplitLatentAttention:
-    """One layer's latent attention, decomposed; see `dbo_runtime.adapters.contract.LatentAttention`."""
+    """One layer's latent attention, decomposed; see `dbo_runtime.adapters.communication.LatentAttention`."""
+
+    is_gated = False  # `check_attention` refuses gates
 
     def __init__(self, module: MultiHeadLatentAttentionWrapper) -> None:
         self.has_latent = module.q_lora_rank is not None

@@ -25,7 +25,7 @@ from dbo_runtime.vllm_plugin.api.attention import divide_attention
 from dbo_runtime.vllm_plugin.api.forward_context import has_metadata
 from dbo_runtime.vllm_plugin.api.groups import make_sibling
 from dbo_runtime.vllm_plugin.api.known import REDUCING_NORMS
-from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention, get_latent_module
+from dbo_runtime.vllm_plugin.api.latent_attention import LatentParts, get_latent_module
 from dbo_runtime.vllm_plugin.api.moe import MoeLayer
 from dbo_runtime.vllm_plugin.parallel.experts import FusedExperts, SequenceParallelExperts, SplitExperts
 from dbo_runtime.vllm_plugin.parallel.unreduced import check_result, list_modules
@@ -141,20 +141,24 @@ class ModelCollectives:
         ranks = self._tensor_parallel.world_size
         return SequenceParallelExperts(layer, self._get_dispatcher, exchanges_sizes, ranks, self.take_chunk)
 
-    def decompose_attention(self, attention: torch.nn.Module) -> SplitLatentAttention | None:
+    def decompose_attention(self, attention: torch.nn.Module) -> LatentParts | None:
         """Return decomposed latent attention, or None if it stays one op because of `fused_attention_reason`."""
         module = get_latent_module(attention)
         if module is None:
             return None
-        self.fused_attention_reason = check_attention(module)
-        return SplitLatentAttention(module) if self.fused_attention_reason is None else None
+        latent = self._platform.split_latent_attention(module)
+        if not isinstance(latent, Decline) and latent.is_gated:
+            latent = Decline("the output of latent attention is gated")
+        self.fused_attention_reason = latent if isinstance(latent, Decline) else None
+        return None if isinstance(latent, Decline) else latent
 
     def divide_attention(self, attention: torch.nn.Module, attend: Callable[..., Any]) -> DividedAttention | None:
         """Return an attention module in parts; None if it stays one op."""
         module = get_latent_module(attention)
         if module is None:
             return divide_attention(attention, attend)
-        return SplitLatentAttention(module).divide() if check_attention(module) is None else None
+        latent = self._platform.split_latent_attention(module)
+        return None if isinstance(latent, Decline) else latent.divide()
 
     def without_reduce(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return *module* without its final all-reduce.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
 
     from dbo_runtime.batch import BatchSlice
     from dbo_runtime.config import RuntimeConfig
+    from dbo_runtime.vllm_plugin.api.latent_attention import LatentParts
     from dbo_runtime.vllm_plugin.api.moe import MoeLayer
     from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
     from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import FlashComm
@@ -57,7 +58,11 @@ class NpuPlatform(Platform):
     is_proven = True  # on a stand-in for CANN
     notice = "no NPU has run this yet, only a stand-in for CANN"
     # Without attention metadata these return zeros, without an all-reduce.
-    copying_modules = ("AscendMultiHeadLatentAttention", "AscendDeepseekSparseAttention")
+    copying_modules = (
+        "AscendMultiHeadLatentAttention",
+        "AscendKimiK3MultiHeadLatentAttention",
+        "AscendDeepseekSparseAttention",
+    )
     fields: Fields = ASCEND_FIELDS
     sliced_tensors = (*SLICED_CONTEXT_TENSORS, "mc2_mask", "input_ids")  # the last one is in 0.23.0
     pads_batches = True  # all data parallel ranks are padded to the longest batch
@@ -170,6 +175,19 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
 
         return NpuAttention
+
+    def split_latent_attention(self, module: torch.nn.Module) -> LatentParts | Decline:
+        """Return vllm-ascend's latent attention in parts, or the reason why it stays one op."""
+        from dbo_runtime.vllm_plugin.platforms.npu_latent_attention import (
+            CLASS,
+            AscendLatentAttention,
+            check_attention,
+        )
+
+        if type(module).__name__ != CLASS:
+            return super().split_latent_attention(module)
+        declined = check_attention(module)
+        return AscendLatentAttention(module) if declined is None else declined
 
     def get_moe_layer(self, runner: MoERunner) -> MoeLayer:
         """Return the operations of an MoE layer of vllm-ascend, or of vLLM where vllm-ascend uses that."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the doctor imports platforms without torch and vLLM
     from dbo_runtime.batch import BatchSlice
     from dbo_runtime.config import RuntimeConfig
     from dbo_runtime.vllm_plugin.api.groups import Groups
+    from dbo_runtime.vllm_plugin.api.latent_attention import LatentParts
     from dbo_runtime.vllm_plugin.api.moe import MoeLayer
     from dbo_runtime.vllm_plugin.platforms.encoder_attention import EncoderAttention
     from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import FlashComm
@@ -242,6 +243,13 @@ class Platform:
         from dbo_runtime.vllm_plugin.api.moe import make_moe_layer
 
         return make_moe_layer(runner)
+
+    def split_latent_attention(self, module: torch.nn.Module) -> LatentParts | Decline:
+        """Return a latent attention module in parts, or the reason why it stays one op."""
+        from dbo_runtime.vllm_plugin.api.latent_attention import SplitLatentAttention, check_attention
+
+        declined = check_attention(module)
+        return SplitLatentAttention(module) if declined is None else declined
 
     def complete_context(self, part: ForwardContext, piece: BatchSlice, sizes: Sequence[int]) -> None:
         """Set this platform's data in a slice's forward context. *sizes* are the tokens of all ranks."""

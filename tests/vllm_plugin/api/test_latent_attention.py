@@ -55,7 +55,7 @@ def test_vllms_own_module_is_decomposed(rotary: str) -> None:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (make_module("AscendMultiHeadLatentAttention"), "the class of latent attention runs it as one op (AscendM"),
+        (make_module("CutlassLatentAttention"), "the class of latent attention runs it as one op (Cutlass"),
         (
             make_module(rotary="MRotaryEmbedding"),
             "the rotary embedding is not known to rotate queries without keys",
@@ -75,6 +75,41 @@ def test_a_module_that_is_not_known_stays_one_op_with_a_reason(module: Any, reas
     assert collectives.decompose_attention(SimpleNamespace(mla_attn=module)) is None
     assert str(collectives.fused_attention_reason).startswith(reason)
     assert check_attention(module) == collectives.fused_attention_reason
+
+
+def make_ascend(name: str = "AscendMLAImpl", gate: bool = False, custom_op: object = None, **attributes: Any) -> Any:
+    """Return vllm-ascend's module, whose implementation has these attributes."""
+    methods = {"mla_preprocess_decode": lambda q_c, kv_no_split, kv_cache, attn_metadata, written_kv=None: None}
+    own = {"enable_mlapo": False, "fa_quant_layer": False, "pcp_enabled": False, "fused_qkv_a_proj": None}
+    projection = SimpleNamespace(custom_op=custom_op)
+    implementation = make(name, o_proj=projection, use_output_gate=gate, **{**methods, **own, **attributes})
+    return make("AscendMultiHeadLatentAttention", mla_attn=SimpleNamespace(impl=implementation))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (make_ascend("AscendSFAImpl"), "the class of latent attention runs it as one op (AscendSFAImpl)"),
+        (
+            make_ascend(mla_preprocess_decode=lambda q_c, kv_no_split, kv_cache, attn_metadata: None),
+            "the class of latent attention runs it as one op (AscendMLAImpl)",
+        ),
+        (make_ascend(enable_mlapo=True), "one kernel projects queries and keys and writes the cache"),
+        (make_ascend(fa_quant_layer=True), "one kernel projects queries and keys and writes the cache"),
+        (make_ascend(pcp_enabled=True), "latent attention is context parallel"),
+        (make_ascend(custom_op=object()), "the last projection of latent attention communicates"),
+        (make_ascend(gate=True), "the output of latent attention is gated"),
+        (make_ascend(), "None"),
+    ],
+)
+def test_vllm_ascends_module_is_decomposed_or_stays_one_op_with_a_reason(module: Any, reason: str) -> None:
+    """Nano-batches cut what is gated, too: their last part takes the gate."""
+    collectives = ModelCollectives(get_platform("npu"), ONE)
+    attention = SimpleNamespace(mla_attn=module)
+    assert (collectives.decompose_attention(attention) is None) == (reason != "None")
+    assert str(collectives.fused_attention_reason) == reason
+    divided = collectives.divide_attention(attention, lambda module, positions, x: module(positions, x))
+    assert (divided is not None) == (reason in ("None", "the output of latent attention is gated"))
 
 
 def test_attention_of_another_kind_has_no_reason() -> None:
