@@ -9,6 +9,7 @@ from dbo_runtime.adapters.contract import (
     INPUT_IDS,
     KEPT,
     POSITIONS,
+    ArgumentAdapter,
     ConfigAdapter,
     EncoderAdapter,
     InputAdapter,
@@ -17,6 +18,7 @@ from dbo_runtime.adapters.contract import (
     RepeatableAdapter,
     StageAdapter,
     X,
+    name_argument,
     name_auxiliary,
     record_program,
 )
@@ -25,6 +27,7 @@ __all__ = [
     "INPUT_IDS",
     "KEPT",
     "POSITIONS",
+    "ArgumentAdapter",
     "Collectives",
     "ConfigAdapter",
     "DividedAttention",
@@ -37,6 +40,7 @@ __all__ = [
     "RepeatableAdapter",
     "StageAdapter",
     "X",
+    "name_argument",
     "name_auxiliary",
     "record_program",
 ]

@@ -18,11 +18,12 @@ from dbo_models.layers import Attend
 from dbo_runtime.adapter import Collectives
 from dbo_runtime.program import ProgramBuilder, Value
 
-Mix = Callable[[Any, Any], tuple[Any, ...]]
+Mix = Callable[..., tuple[Any, ...]]
 """Mixes a layer's streams [tokens, streams, hidden]: (layer, streams) -> (x, post, comb).
 
 *x* [tokens, hidden] is normed; for a router it may come in float32, too, as a second tensor. `layer.hc_post` spreads
-the result by *post* [tokens, streams] and *comb* [tokens, streams, streams].
+the result by *post* [tokens, streams] and *comb* [tokens, streams, streams]. If the part before has decided how much of
+each stream is read [tokens, streams], that is a third argument, and the same for the next part is returned last.
 """
 
 
@@ -34,11 +35,13 @@ class Form:
         attend: calls attention.
         mix_for_attention: mixes the streams for attention.
         mix_for_mlp: mixes the streams for the MLP or the experts.
+        attends_to_chunks: whether context parallel attention (`enable_dsa_cp`) takes and returns a chunk of the tokens.
     """
 
     attend: Attend
     mix_for_attention: Mix
     mix_for_mlp: Mix
+    attends_to_chunks: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,19 +68,32 @@ class StreamRecorder:
 
     def record_layer(self, layer: Any, streams: Value) -> Value:
         """Declare one layer."""
+        return self.record_delayed(layer, streams)[0]
+
+    def record_delayed(self, layer: Any, streams: Value, *mix: Value) -> tuple[Value, ...]:
+        """Declare one layer; *mix* is how much of each stream attention reads, if the layer before has decided that.
+
+        Returns the streams, and such a mix for the next layer.
+        """
         p, form = self.p, self.form
-        x, post, comb = p.compute(
-            "attn_mix", partial(form.mix_for_attention, layer), streams, outputs=3, token_wise=self.token_wise
+        mixed = 3 + len(mix)
+        x, post, comb, *mix_of_mlp = p.compute(
+            "attn_mix", partial(form.mix_for_attention, layer), streams, *mix, outputs=mixed, token_wise=self.token_wise
         )
         x = self.record_attention(layer, x)
         streams = p.compute("attn_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
         casts = hasattr(layer, "rms_norm_cast")  # from vllm-ascend 0.30 on
-        x, *cast, post, comb = p.compute(
-            "mlp_mix", partial(form.mix_for_mlp, layer), streams, outputs=3 + casts, token_wise=self.token_wise
+        x, *rest = p.compute(
+            "mlp_mix",
+            partial(form.mix_for_mlp, layer),
+            *(streams, *mix_of_mlp),
+            outputs=mixed + casts,
+            token_wise=self.token_wise,
         )
+        cast, (post, comb, *next_mix) = rest[:casts], rest[casts:]
         x = self.record_mlp(layer.mlp, x, *cast)
-        spread: Value = p.compute("mlp_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
-        return spread
+        spread = p.compute("mlp_spread", layer.hc_post, x, streams, post, comb, token_wise=self.token_wise)
+        return spread, *next_mix
 
     def record_attention(self, layer: Any, x: Value) -> Value:
         """Declare attention and its communication, [tokens, hidden] or [chunk, hidden] -> like *x*.
@@ -90,7 +106,7 @@ class StreamRecorder:
             x = p.compute("attention", collectives.without_reduce(run), self.positions, x, ordered=True)
             reduced: Value = record_reduce(p, "attn_reduce", collectives, x)
             return reduced
-        if shares_out_tokens(layer):
+        if self.form.attends_to_chunks and shares_out_tokens(layer):
             attended: Value = p.compute("attention", run, self.positions, x, ordered=True)
             return attended
         x = record_gather(p, "attn_gather", collectives, x, self.tokens)
@@ -146,6 +162,19 @@ def _mix_for_experts(layer: Any, streams: Any) -> tuple[Any, ...]:
     normed = layer.rms_norm_cast(x) if hasattr(layer, "rms_norm_cast") else (layer.post_attention_layernorm(x),)
     return (*normed, post, comb)
 
+
+def _mix_for_attention_as_told(layer: Any, streams: Any, mix: Any) -> tuple[Any, ...]:
+    x, *rest = layer.hc_pre(streams, layer.hc_attn_fn, layer.hc_attn_scale, layer.hc_attn_base, mix)
+    return layer.input_layernorm(x), *rest
+
+
+def _mix_for_experts_as_told(layer: Any, streams: Any, mix: Any) -> tuple[Any, ...]:
+    x, *rest = layer.hc_pre(streams, layer.hc_ffn_fn, layer.hc_ffn_scale, layer.hc_ffn_base, mix)
+    return *layer.rms_norm_cast(x), *rest
+
+
+DEEPSEEK_V41 = Form(attend, _mix_for_attention_as_told, _mix_for_experts_as_told, attends_to_chunks=False)
+"""The form of DeepSeek V4.1's layers. Context parallel attention, too, takes all tokens, and shares them out itself."""
 
 DEEPSEEK_V4 = Form(attend, _mix_for_attention, _mix_for_experts)
 """The form of DeepSeek V4's layers, in vllm-ascend 0.30 and 0.23."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from dbo_runtime.adapters.communication import Collectives
@@ -20,6 +20,9 @@ POSITIONS = "positions"
 INPUT_IDS = "input_ids"
 """The input that an adapter's `record` may declare for token ids [tokens]. vLLM uses the same name."""
 
+ARGUMENT = "argument_"
+"""How the names of inputs begin that `ArgumentAdapter.take_arguments` returns; see `name_argument`."""
+
 KEPT = "kept"
 """The name of the output that an `OutputAdapter` declares."""
 
@@ -30,6 +33,11 @@ INPUTS: dict[str, dict[str, int | None]] = {
     "grids": {"token_dim": None, "request_dim": 0},  # an image is a request
 }
 """The inputs that `record` may take as its last parameters, and how each is cut into micro-batches."""
+
+
+def name_argument(name: str) -> str:
+    """Return the name of an input that `ArgumentAdapter.take_arguments` returns."""
+    return f"{ARGUMENT}{name}"
 
 
 def name_auxiliary(layers: int) -> str:
@@ -71,6 +79,23 @@ class RepeatableAdapter(Protocol):
 
     def give_inputs(self, model: Any, x: Any) -> None:
         """Restore the data that `take_inputs` appended to *x*, for a forward of the same tokens."""
+
+
+@runtime_checkable
+class ArgumentAdapter(Protocol):
+    """An adapter for a model whose forward takes arguments by token besides token ids, positions and embeddings.
+
+    `record` declares them as inputs, each with a name from `name_argument`: `p.input(name_argument("mask"))`.
+    """
+
+    def take_arguments(self, model: Any, given: Mapping[str, Any], tokens: int) -> dict[str, Any] | Decline:
+        """Return these inputs by name, made of the forward's further arguments; or why a step with these is not split.
+
+        Args:
+            model: top-level model.
+            given: the further arguments by name, of which some may be for another model or for nobody.
+            tokens: number of tokens of the step. Each input is for as many.
+        """
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from dbo_runtime.adapters.contract import EncoderAdapter, InputAdapter, ModelAdapter, locate_source
+from dbo_runtime.adapters.contract import ArgumentAdapter, EncoderAdapter, InputAdapter, ModelAdapter, locate_source
 from dbo_runtime.errors import ProgramError
 
 GROUP = "dbo_runtime.adapters"
@@ -100,7 +100,8 @@ def check_adapter(cls: Any, origin: str, contract: type = ModelAdapter) -> Any:
     if not inspect.isclass(cls):
         raise ProgramError(f"adapter {origin} must be a class, not {cls!r}.")
     needed = _list_methods(contract)
-    offered = {name: method for name, method in _list_methods(InputAdapter).items() if _find(cls, name) is not None}
+    may_offer = {**_list_methods(InputAdapter), **_list_methods(ArgumentAdapter)}
+    offered = {name: method for name, method in may_offer.items() if _find(cls, name) is not None}
     for name, method in {**needed, **offered}.items():
         declared = _find(cls, name)
         if not callable(declared):

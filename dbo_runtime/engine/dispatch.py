@@ -45,7 +45,8 @@ class Routing(NamedTuple):
         counts: number of rows that this rank sends to every rank, and receives from it [2, ranks]; None before ranks
             have exchanged sizes.
         chosen: whether each token goes to each rank [tokens, ranks]; None if every token goes to every rank.
-        quantized: quantized tokens to send in place of the tokens; None to send the tokens themselves.
+        quantized: quantized tokens to send in place of the tokens; None to send them in their own data type.
+        latent: projection of the tokens to send in place of them [tokens, latent]; None if experts read the tokens.
     """
 
     weights: torch.Tensor
@@ -54,6 +55,7 @@ class Routing(NamedTuple):
     counts: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     quantized: QuantizedTokens | None = None
+    latent: torch.Tensor | None = None
 
 
 class DispatchedTokens(NamedTuple):
@@ -102,7 +104,7 @@ class Dispatcher(Protocol):
     def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[DispatchedTokens, CombineHandle]:
         """Send the tokens *x* [tokens, hidden] to the ranks of their experts. Collective.
 
-        If *routing* has quantized tokens, these are sent in place of *x*.
+        If *routing* has quantized tokens, or a projection, these are sent in place of *x*.
 
         Raises:
             SplitError: if *x* does not have the number of tokens that the other ranks expect.
@@ -247,6 +249,7 @@ def _send(x: torch.Tensor, routing: Routing, send: Callable[[torch.Tensor], torc
     """Send tokens. Their weights, ids and scales go as one tensor of bits, as even a small collective costs latency."""
     weights, ids, quantized = routing.weights, routing.ids, routing.quantized
     columns = [weights.float().view(torch.int32), ids.int()]
+    x = x if routing.latent is None else routing.latent
     if quantized is not None:
         x = quantized.x
         columns.append(quantized.scales[:, None].view(torch.int32))

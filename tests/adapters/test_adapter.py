@@ -188,6 +188,16 @@ def test_what_an_adapter_offers_in_addition_to_the_contract_is_checked_too() -> 
         check_adapter(WrongInputs, "acme:WrongInputs")
 
 
+class WrongArguments(ToyAdapter):
+    def take_arguments(self, model: Any, given: Any) -> Any:
+        return given
+
+
+def test_how_an_adapter_takes_further_arguments_is_checked_too() -> None:
+    with pytest.raises(ProgramError, match=r"take_arguments\(self, model, given\) must take .*, given, tokens\)"):
+        check_adapter(WrongArguments, "acme:WrongArguments")
+
+
 def test_encoders_have_adapters_of_their_own() -> None:
     assert get_encoder_adapter("Qwen3_VisionTransformer") is not None
     assert get_encoder_adapter("UnknownTransformer") is None

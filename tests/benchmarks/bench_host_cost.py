@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ from dbo_runtime.engine.event_table import EventTable
 from dbo_runtime.engine.executor import Executor
 from dbo_runtime.engine.generated_executor import GeneratedExecutor
 from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.nano_batches import SIZES, Rows, cut_program
 from dbo_runtime.ir.policies import alternate
 from dbo_runtime.ir.program import Program, ProgramBuilder
 from tests.benchmarks.bench_core import LAYERS, MICRO_BATCHES, FreeDevice, best, do_nothing, record_decoder
@@ -51,6 +53,7 @@ MAX_STREAM_POINT_SECONDS = 0.6e-6
 MIN_RATIO = 5.0  # vLLM's hand-over by our point
 FREE = "ours, the generated function, lanes that cost nothing"
 STREAMS = "ours, the generated function, streams of `devices/torch_streams.py` that cost nothing"
+NANO = "ours, the same in 2 nano-batches of one step, lanes that cost nothing"
 VLLM = "vLLM's `ubatching`: a thread each, woken by `threading.Event`"
 
 Others = Callable[[Program], dict[str, Way]]
@@ -112,13 +115,26 @@ def ours() -> Iterator[Ours]:
     def make(program: Program) -> dict[str, Callable[[], object]]:
         schedule = lower([program] * MICRO_BATCHES, alternate([program] * MICRO_BATCHES))
         executors = {name: kind(schedule, device, EventTable(device)) for name, (kind, device) in kinds.items()}
-        return {
+        ways: dict[str, Callable[[], object]] = {
             name: lambda executor=executor: executor.run([(None,)] * MICRO_BATCHES)
             for name, executor in executors.items()
         }
+        return {**ways, NANO: make_nano(program)}
 
     yield make
     cpu.close()
+
+
+def make_nano(program: Program) -> Callable[[], object]:
+    """Return what runs a step in nano-batches: attention is joint; joining and cutting values costs nothing here."""
+    token_wise = replace(program, ops=tuple(replace(op, token_wise=not op.ordered) for op in program.ops))
+    rows = Rows(join=lambda parts: parts[0], cut=lambda value, sizes: [value] * len(sizes))
+    nano = cut_program(token_wise, MICRO_BATCHES, rows).program
+    executor = GeneratedExecutor(lower([nano], alternate([nano])), FreeDevice(), EventTable(FreeDevice()))
+    sizes, *parts = nano.inputs
+    given = ((1,) * MICRO_BATCHES, *(None for _ in parts))
+    assert sizes.name == SIZES
+    return lambda: executor.run([given])
 
 
 def count_turns(micro_batches: list[int]) -> int:
@@ -157,13 +173,14 @@ def test_an_overlap_point_costs_the_host_little(publish: Publish, ours: Ours, ot
     bare, decoder = (measure(program, ours, others) for program in (BARE, DECODER))
     point, ratio = median(bare[FREE]) / POINTS, find_ratio(bare[VLLM], bare[FREE])
     on_streams, in_step = median(bare[STREAMS]) / POINTS, find_ratio(decoder[VLLM], decoder[FREE])
+    in_nano = median(bare[NANO]) / POINTS
     plain, generated = (measure_making(kind) for kind in (Executor, GeneratedExecutor))
     header = ["mechanism", "us a point", "by the first row", "ms a step", "by the first row"]
     table = make_table(header, [describe(name, bare, decoder) for name in bare])
     targets = [
         f"- Target: at most {MAX_POINT_SECONDS * 1e6:.1f} us a point, {MAX_STREAM_POINT_SECONDS * 1e6:.1f} on streams. "
-        f"{judge(point <= MAX_POINT_SECONDS and on_streams <= MAX_STREAM_POINT_SECONDS)}: {point * 1e6:.2f} and "
-        f"{on_streams * 1e6:.2f} us.",
+        f"{judge(max(point, in_nano) <= MAX_POINT_SECONDS and on_streams <= MAX_STREAM_POINT_SECONDS)}: "
+        f"{point * 1e6:.2f}, {in_nano * 1e6:.2f} between nano-batches, and {on_streams * 1e6:.2f} us.",
         f"- Target: a point at least {MIN_RATIO:.0f} times below vLLM's hand-over. {judge(ratio >= MIN_RATIO)}: "
         f"{ratio:.1f} times.",
         f"- A step of the decoder, ops included, takes vLLM's hand-over {in_step:.1f} times as long as our function.",
@@ -171,7 +188,7 @@ def test_an_overlap_point_costs_the_host_little(publish: Publish, ours: Ours, ot
         "once for each schedule, where a step is first planned with it.",
     ]
     publish("host-cost", find_command(__file__), [*table, "", *targets])
-    assert point <= MAX_POINT_SECONDS
+    assert max(point, in_nano) <= MAX_POINT_SECONDS
     assert on_streams <= MAX_STREAM_POINT_SECONDS
     assert ratio >= MIN_RATIO
 

@@ -28,8 +28,10 @@ from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program
+from dbo_runtime.ir.schedule import Instruction
 from dbo_runtime.lab.oracle.searching_planner import SearchingPlanner
 from dbo_runtime.lab.whatif.published_cases import get_case
+from dbo_runtime.lab.whatif.ways import mark_token_wise
 from dbo_runtime.planner.costs.batch_features import BatchFeatures, measure_features
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
@@ -37,6 +39,7 @@ from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.planner.online.shapes import ServingLimits
+from dbo_runtime.planner.online.simulation import predict_timeline
 from dbo_runtime.planner.online.split_choice import SplitChoice
 from tests.benchmarks.bench_core import LAYERS, record_decoder
 from tests.benchmarks.bench_planner import make_table as make_decoder_table
@@ -57,7 +60,7 @@ MIN_ALIKE = 0.98
 MIN_REMEMBERED = 0.95
 MAX_ERROR = 0.005
 MAX_GROWTH_MIB = 8.0
-COST_HEADER = ("replay", "steps (split)", "start s", "p50 us", "p99 us", "max us")
+COST_HEADER = ("replay", "steps (split, nano)", "start s", "p50 us", "p99 us", "max us")
 DECISION_HEADER = ("replay", "remembered", "alike", "error", "longer")
 
 
@@ -81,6 +84,7 @@ class Replay(NamedTuple):
     start_seconds: float
     steps: int
     split: int
+    nano: int
     seconds: Sequence[float]
     remembered: float
     alike: float
@@ -93,7 +97,7 @@ class Replay(NamedTuple):
         p50, p99 = np.quantile(self.seconds, [0.5, 0.99]) * 1e6
         return [
             self.row,
-            f"{self.steps} ({self.split})",
+            f"{self.steps} ({self.split}, {self.nano})",
             f"{self.start_seconds:.1f}",
             f"{p50:.0f}",
             f"{p99:.0f}",
@@ -136,10 +140,13 @@ class CountingPlanner(Planner):
         return super()._evaluate(*arguments)  # type: ignore[arg-type]  # handed on as they are
 
 
-def _read_case(name: str) -> Callable[[], tuple[Program, CostTable]]:
+def _read_case(name: str, token_wise: bool = False) -> Callable[[], tuple[Program, CostTable]]:
+    """Return what makes a published case; *token_wise* ops, as adapters declare them, may be cut into nano-batches."""
+
     def make() -> tuple[Program, CostTable]:
         table = get_case(name).table
-        return build_program(table.program), table
+        program = build_program(table.program)
+        return mark_token_wise(program) if token_wise else program, table
 
     return make
 
@@ -155,6 +162,8 @@ ROWS = [
     Row("a3-layer-4894, loaded", 1.2, _read_case("a3-layer-4894")),
     Row("r1-decode-910c, with `side`", 0.8, _read_case("r1-decode-910c")),
     Row("a3-layer-4894, recorded mix", None, _read_case("a3-layer-4894"), MIX_LIMITS),
+    Row("r1-tp16-941, also nano-batches", 0.3, _read_case("r1-tp16-941", token_wise=True)),
+    Row("a3-layer-4894, also nano-batches", 1.2, _read_case("a3-layer-4894", token_wise=True)),
 ]
 
 
@@ -201,6 +210,7 @@ def _replay(row: Row) -> Replay:
         start_seconds=started,
         steps=len(decisions),
         split=sum(isinstance(decision, SplitChoice) for _, decision in decisions),
+        nano=sum(_is_nano(decision) for _, decision in decisions),
         seconds=seconds,
         remembered=1.0 - (evaluated[-1] - evaluated[half]) / (len(evaluated) - half),
         alike=alike,
@@ -212,10 +222,16 @@ def _replay(row: Row) -> Replay:
 def _compare(
     planner: Planner, decisions: Iterable[tuple[Batch, SplitChoice | Decline]]
 ) -> tuple[float, list[float], list[float]]:
-    """Return the share of decisions alike, relative errors of predictions, and by how much steps take longer."""
+    """Return the share of decisions alike, relative errors of predictions, and by how much steps take longer.
+
+    The search is for micro-batches, so steps in nano-batches are compared with a simulation only.
+    """
     alike, errors, longer = [], [], []
     reference = SearchingPlanner(planner.program, planner.table)
     for batch, decision in decisions:
+        if isinstance(decision, SplitChoice) and _is_nano(decision):
+            errors.append(abs(decision.prediction.split / _simulate_nano(planner, batch, decision) - 1.0))
+            continue
         searched = planner.decline_early(batch.tokens) or reference.choose(batch, CONFIG)
         alike.append(_splits(decision) == _splits(searched))
         if isinstance(decision, SplitChoice):
@@ -223,7 +239,7 @@ def _compare(
             errors.append(abs(decision.prediction.split / seconds - 1.0))
             if isinstance(searched, SplitChoice):
                 longer.append(seconds / _simulate(planner, batch, searched) - 1.0)
-    return mean(alike), errors, longer
+    return mean(alike or [1.0]), errors, longer
 
 
 def _splits(decision: SplitChoice | Decline) -> bool:
@@ -234,6 +250,29 @@ def _splits(decision: SplitChoice | Decline) -> bool:
 def _simulate(planner: Planner, batch: Batch, choice: SplitChoice) -> float:
     timeline = Predictor(planner.program, planner.table).simulate(choice.order.schedule, choice.cut.features)
     return planner.table.host.time_split(compute_end(timeline), batch.tokens)
+
+
+def _is_nano(decision: SplitChoice | Decline) -> bool:
+    return isinstance(decision, SplitChoice) and decision.cut.nano_batches > 0
+
+
+def _simulate_nano(planner: Planner, batch: Batch, choice: SplitChoice) -> float:
+    """Simulate a step in nano-batches: joint ops take all its tokens, the others those of their nano-batch."""
+    table, (whole, *parts) = planner.table, choice.cut.features
+
+    def measure(instruction: Instruction) -> BatchFeatures:
+        number = instruction.op.nano_batch
+        return whole if number is None else parts[number]
+
+    def get_credit(instruction: Instruction) -> float:
+        cost = table.ops[instruction.op.name]
+        return getattr(cost, "credit", lambda _: 0.0)(measure(instruction))
+
+    def get_time(instruction: Instruction) -> float:
+        return table.ops[instruction.op.name].time(measure(instruction))
+
+    timeline = predict_timeline(choice.order.schedule, get_time, table.contention, table.host, get_credit)
+    return table.host.time_split(compute_end(timeline), batch.tokens)
 
 
 def _list_batches(row: Row, planner: Planner) -> Iterator[Batch]:

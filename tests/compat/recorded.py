@@ -274,7 +274,7 @@ def run_in_pieces(
 def make_folder(architecture: str, folder: Path) -> Path:
     """Write the config of a tiny model, and what vLLM wants to have besides."""
     from tests.registry.tiny_configs import make_config as make_text
-    from tests.support.ascend import deepseek_v4, glm5_next, minimax
+    from tests.support.ascend import deepseek_v4, deepseek_v41, glm5_next, kimi_k3, minimax
     from tests.support.vllm import multimodal_families, vision_families
 
     makers = {
@@ -289,8 +289,10 @@ def make_folder(architecture: str, folder: Path) -> Path:
         "MiniMaxM3SparseForConditionalGeneration": minimax.CONFIG,
         "DeepseekV4ForCausalLM": deepseek_v4.CONFIG,
         "DeepseekV4ForConditionalGeneration": {**deepseek_v4.CONFIG, **deepseek_v4.VISION},
+        "DeepseekV41ForCausalLM": deepseek_v41.CONFIG,
         "Glm5NextForCausalLM": glm5_next.CONFIG,
         "Glm5NextForConditionalGeneration": glm5_next.CONFIG,
+        "KimiK3ForConditionalGeneration": kimi_k3.CONFIG,
     }
     folder.mkdir()
     content = own[architecture] if architecture in own else make_text(architecture)

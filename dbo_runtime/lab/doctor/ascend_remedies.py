@@ -87,6 +87,7 @@ ASCEND_REMEDIES = (
     Remedy(
         (
             "DeepSeek V4 is split as vllm-ascend's class only",
+            "DeepSeek V4.1 is split as vllm-ascend's class only",
             "GLM-5.3-Flash is split as vllm-ascend's class only",
         ),
         "vLLM's own class of the model has other layers",
@@ -102,8 +103,18 @@ ASCEND_REMEDIES = (
         "leave out the option that the reason names; its MTP layers do draft",
     ),
     Remedy(
+        ("this variant of Kimi-K3 is not supported",),
+        "a variant of the model that its adapter does not take, as the detail says",
+        "add --enable-expert-parallel, or leave out the drafter, if the detail names it; others run unsplit",
+    ),
+    Remedy(
         ("tokens of an image see each other in DeepSeek V4",),
         "steps have nano-batches only: metadata of micro-batches would have to know where images are",
+        "DBO_SPLIT=nano, or `auto`",
+    ),
+    Remedy(
+        ("layers of DeepSeek V4.1 pass on which keys were chosen",),
+        "steps have nano-batches only: micro-batches would write each other's chosen keys over",
         "DBO_SPLIT=nano, or `auto`",
     ),
 )

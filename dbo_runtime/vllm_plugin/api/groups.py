@@ -6,6 +6,7 @@ import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -35,16 +36,19 @@ def get_groups(vllm_config: VllmConfig) -> Groups:
     return Groups(get_tp_group(), get_dp_group(), get_ep_group())
 
 
-def dispatches_chunks(vllm_config: VllmConfig, dispatch: str) -> bool:
+def dispatches_chunks(vllm_config: VllmConfig, dispatch: str, model: torch.nn.Module) -> bool:
     """Return whether each tensor parallel rank dispatches a chunk of the tokens that all of them hold.
 
     They do with all-to-all (*dispatch*) and with fused kernels, because otherwise each of them would send every token.
-    They also do where vLLM's MoE is sequence parallel.
+    They also do where vLLM's MoE is sequence parallel, or the *model* makes its experts so whatever vLLM says.
     """
     parallel = vllm_config.parallel_config
     if not (vllm_config.model_config.is_moe and parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1):
         return False
-    return bool(dispatch in ("all_to_all", "fused") or parallel.use_sequence_parallel_moe)
+    if dispatch in ("all_to_all", "fused") or parallel.use_sequence_parallel_moe:
+        return True
+    configs = (getattr(module, "moe_config", None) for module in model.modules())
+    return any(getattr(config, "is_sequence_parallel", False) for config in configs)
 
 
 def make_sibling(group: GroupCoordinator, name: str) -> dist.ProcessGroup:

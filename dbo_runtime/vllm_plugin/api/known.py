@@ -61,9 +61,11 @@ STABLE_ASCEND_MODELS = (
 
 ASCEND_MODELS = (
     *STABLE_ASCEND_MODELS,
+    "DeepseekV41ForCausalLM",
     "Glm5NextForConditionalGeneration",
     "HYV3ForCausalLM",
     "KimiK25ForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",

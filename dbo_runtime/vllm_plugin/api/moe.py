@@ -127,6 +127,14 @@ class MoeLayer:
         """Quantize *x* [tokens, hidden] before sending, in the form that experts take; None to send it unquantized."""
         return None
 
+    def project(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what experts read of *x* [tokens, hidden] in a latent MoE [tokens, latent]; None in any other."""
+        return None
+
+    def project_back(self, routed: torch.Tensor) -> torch.Tensor:
+        """Return the experts' results [tokens, latent] as hidden states [tokens, hidden]; unchanged if they are."""
+        return routed
+
     def run_shared_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Run the shared experts on *x* [tokens, hidden], bypassing the wrapper that stores their output for later."""
         result: torch.Tensor = self._runner.shared_experts._layer(x)
@@ -174,6 +182,7 @@ class MoeLayer:
     def merge(self, routed: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
         """Scale the experts' results and add those of the shared experts, as the runner does at its end."""
         _, routed = self._runner._maybe_apply_routed_scale_to_output(*(shared or (None,)), routed)
+        routed = self.project_back(routed)
         return shared[0] + routed if shared else routed
 
 

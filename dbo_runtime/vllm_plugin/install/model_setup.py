@@ -69,7 +69,7 @@ def set_up_model(runner: GPUModelRunner, config: RuntimeConfig, adapter: ModelAd
     require_all_ranks()
     rank = make_rank_context(model, runner.vllm_config, config)
     groups = rank.groups
-    experts = groups.all_ranks if dispatches_chunks(rank.vllm_config, rank.dispatch) else None
+    experts = groups.all_ranks if dispatches_chunks(rank.vllm_config, rank.dispatch, model) else None
     ranks = groups.tensor_parallel, groups.data_parallel
     collectives = ModelCollectives(rank.platform, *ranks, rank.dispatch, experts)
     recorded = record_model(adapter, model, rank, collectives)

@@ -66,7 +66,9 @@ class SplitExperts:
     def _route(self, x: torch.Tensor, sizes: tuple[int, ...], input_ids: torch.Tensor | None) -> Routing:
         """Choose experts and ranks for *x* [tokens, hidden]. *sizes* are the tokens that each rank dispatches."""
         weights, ids = self._layer.choose_experts(x, input_ids)
-        return self._get_dispatcher().choose_ranks(Routing(weights, ids, sizes, quantized=self._layer.quantize(x)))
+        latent = self._layer.project(x)
+        quantized = self._layer.quantize(x if latent is None else latent)
+        return self._get_dispatcher().choose_ranks(Routing(weights, ids, sizes, quantized=quantized, latent=latent))
 
 
 class SequenceParallelExperts(SplitExperts):

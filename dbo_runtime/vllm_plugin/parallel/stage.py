@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from vllm.sequence import IntermediateTensors
 
-from dbo_runtime.adapters.contract import INPUT_IDS, KEPT, POSITIONS, X
+from dbo_runtime.adapters.contract import ARGUMENT, INPUT_IDS, KEPT, POSITIONS, X
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program
 from dbo_runtime.vllm_plugin.api.groups import get_pipeline_group, get_stage_layers
@@ -159,6 +159,7 @@ def copy_tensors(given: IntermediateTensors | None) -> IntermediateTensors | Non
 def _name_inputs(program: Program) -> dict[str, str]:
     """Return the tensors that a stage receives: vLLM's name of each -> the name of the program's input."""
     names = (value.name for value in program.inputs if value.name not in (INPUT_IDS, POSITIONS))
+    names = (name for name in names if not name.startswith(ARGUMENT))
     return {HIDDEN if name == X else name: name for name in names}
 
 

@@ -108,8 +108,7 @@ class AscendMoeLayer(MoeLayer):
             return Decline("the MoE method cannot be decomposed", f"{self._method}; known: {', '.join(MOE_METHODS)}")
         checks = (
             ((runner.gate or self.get_logits) is None, "does not hold its gate"),
-            (runner.routed_input_transform is not None, "transforms tokens before the experts (latent MoE)"),
-            (runner.routed_output_transform is not None, "transforms results after the experts (latent MoE)"),
+            (self._reduces_latent, "reduces the results of a latent MoE before it projects them back"),
             (routed.apply_router_weight_on_input, "weights tokens before the experts"),
             (runner.moe_config.pcp_size > 1, "is context parallel"),
         )
@@ -131,6 +130,16 @@ class AscendMoeLayer(MoeLayer):
         select = runner.routed_experts._select_experts
         weights, ids = select(x, logits, enable_force_load_balance=False, input_ids=input_ids)
         return weights, ids
+
+    def project(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what experts read of *x* [tokens, hidden] in a latent MoE [tokens, latent]; None in any other."""
+        transform = self._runner.routed_input_transform
+        return None if transform is None else _take_first(transform(x))
+
+    def project_back(self, routed: torch.Tensor) -> torch.Tensor:
+        """Return the experts' results [tokens, latent] as hidden states [tokens, hidden]; unchanged if they are."""
+        transform = self._runner.routed_output_transform
+        return routed if transform is None else _take_first(transform(routed))
 
     def quantize(self, x: torch.Tensor) -> QuantizedTokens | None:
         """Quantize *x* [tokens, hidden] if its experts take int8, which halves the bytes of bf16.
@@ -182,8 +191,9 @@ class AscendMoeLayer(MoeLayer):
         context.moe_comm_type = _select_kind(get_current_vllm_config())
         context.moe_comm_method = _get_method(context.moe_comm_type.name, self._runner.moe_config)
         layer.ascend_mc2_mask = pad(active, (0, padding))  # same place as in vllm-ascend's own `forward_impl`
+        latent = self.project(padded)
         try:
-            applied = layer.quant_method.apply(layer, padded, weights, ids, None, None)
+            applied = layer.quant_method.apply(layer, padded if latent is None else latent, weights, ids, None, None)
         finally:
             layer.ascend_mc2_mask = None
         result: torch.Tensor = applied.routed_out[: x.shape[0]]
@@ -194,6 +204,13 @@ class AscendMoeLayer(MoeLayer):
         layer = self._runner.routed_experts
         if layer.dynamic_eplb and getattr(forward_context.get_forward_context(), COLLECTS, False):
             layer.moe_load.add_(applied.expert_tokens)  # counts, in the form that `GATHERING` gives
+
+    @property
+    def _reduces_latent(self) -> bool:
+        """Whether ranks have partial sums of a latent MoE, because each has a part of every expert's weights."""
+        config = self._runner.moe_config
+        is_latent = self._runner.routed_output_transform is not None
+        return is_latent and config.tp_size > 1 and not config.is_sequence_parallel
 
     @property
     def _method(self) -> str:
@@ -260,6 +277,11 @@ def without_loads() -> Iterator[None]:
         yield
     finally:
         setattr(context, COLLECTS, collects)
+
+
+def _take_first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the tensor of a module's result, to which linear layers add their bias."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _select_kind(vllm_config: VllmConfig) -> MoECommType:

@@ -11,6 +11,7 @@ import torch
 from dbo_runtime.adapters.contract import (
     INPUT_IDS,
     POSITIONS,
+    ArgumentAdapter,
     InputAdapter,
     OutputAdapter,
     RepeatableAdapter,
@@ -38,7 +39,8 @@ class ModelEnds:
         model: top-level model.
         program: ops of one micro-batch.
         adapter: adapter that recorded the program. It may keep data for the next forward, or leave data for another
-            model; see `InputAdapter`, `RepeatableAdapter` and `OutputAdapter`.
+            model, or take further arguments; see `InputAdapter`, `RepeatableAdapter`, `OutputAdapter` and
+            `ArgumentAdapter`.
         stage: pipeline stage of the model.
         head: runs on the hidden states of the backbone; None if the forward returns them.
     """
@@ -50,6 +52,7 @@ class ModelEnds:
         self._program = program
         self._take_inputs = adapter.take_inputs if isinstance(adapter, InputAdapter) else None
         self._give_inputs = adapter.give_inputs if isinstance(adapter, RepeatableAdapter) else None
+        self._take_arguments = adapter.take_arguments if isinstance(adapter, ArgumentAdapter) else None
         self._keep_output = adapter.keep_output if isinstance(adapter, OutputAdapter) else None
         self._stage = stage
         self._head = head
@@ -67,7 +70,8 @@ class ModelEnds:
     def check(self, arguments: StepArguments) -> Decline | None:
         """Return why a program cannot take these arguments; None if it can."""
         tensors, tokens = arguments.intermediate_tensors, arguments.tokens
-        unsupported = arguments.check_further() or self._stage.check_inputs(tensors, tokens)
+        taken = self._take_further(arguments)
+        unsupported = taken if isinstance(taken, Decline) else self._stage.check_inputs(tensors, tokens)
         return unsupported or (arguments.check_input_ids() if self._takes_input_ids else None)
 
     def enter(
@@ -99,9 +103,17 @@ class ModelEnds:
         assert isinstance(joined, torch.Tensor), "models that score neither draft nor are in a pipeline"
         return self._head(joined, positions)
 
+    def _take_further(self, arguments: StepArguments) -> dict[str, torch.Tensor] | Decline:
+        """Return the program's inputs from further arguments, by name; or why it cannot take these arguments."""
+        if self._take_arguments is not None:
+            return self._take_arguments(self._model, arguments.further, arguments.tokens)
+        return arguments.check_further() or {}
+
     def _name_inputs(self, arguments: StepArguments, repetition: Repetition | None) -> dict[str, torch.Tensor]:
         """Return the program's inputs: embedded tokens, or the tensors of the stage before; positions; token ids."""
-        inputs = {POSITIONS: arguments.positions}
+        further = self._take_further(arguments)
+        assert not isinstance(further, Decline), "checked before the decision"
+        inputs = {POSITIONS: arguments.positions, **further}
         if self._takes_input_ids:
             assert arguments.input_ids is not None, "checked before the decision"
             inputs[INPUT_IDS] = arguments.input_ids

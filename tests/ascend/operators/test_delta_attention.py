@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (GLM-5.3-Flash), against its recurrence in matrices, and the kernels of Triton around it."""
+"""Kimi Delta Attention (Kimi-K3, GLM-5.3-Flash) against its recurrence in matrices, and kernels of Triton around it."""
 
 from __future__ import annotations
 
@@ -97,8 +97,10 @@ def test_prefills_follow_the_recurrence(standin: StandIn, seed: int, lengths: li
 
 
 @settings(max_examples=scale(20))
-@given(seed=SEEDS, drafts=st.integers(0, 2), data=st.data())
-def test_decodes_leave_a_state_for_each_draft(standin: StandIn, seed: int, drafts: int, data: st.DataObject) -> None:
+@given(seed=SEEDS, drafts=st.integers(0, 2), takes_sigmoid=st.booleans(), data=st.data())
+def test_decodes_leave_a_state_for_each_draft(
+    standin: StandIn, seed: int, drafts: int, takes_sigmoid: bool, data: st.DataObject
+) -> None:
     """Without drafts a request has one block, whose state is that after its last token."""
     generator, requests, most = make_generator(seed), data.draw(st.integers(1, 3)), drafts + 1
     lengths = data.draw(st.lists(st.integers(0, most), min_size=requests, max_size=requests))
@@ -106,7 +108,8 @@ def test_decodes_leave_a_state_for_each_draft(standin: StandIn, seed: int, draft
     tokens, weights = draw_tokens(generator, sum(lengths)), draw_decays(generator)
     states = draw(generator, BLOCKS, HEADS, SIZE, KEY_SIZE, dtype=FLOAT)
     places = torch.randperm(BLOCKS, generator=generator)[: requests * most].view(requests, most)
-    inputs = [part[None] for part in put(*tokens)]
+    taken = tokens if takes_sigmoid else [*tokens[:4], tokens[4].sigmoid()]
+    inputs = [part[None] for part in put(*taken)]
     found, starts, indices, chosen, slopes, bias = put(
         states,
         torch.tensor([0, *accumulate(lengths)]).int(),
@@ -124,6 +127,7 @@ def test_decodes_leave_a_state_for_each_draft(standin: StandIn, seed: int, draft
         num_accepted_tokens=chosen if drafts else None,
         scale=SCALE,
         lower_bound=LOWEST,
+        use_beta_sigmoid_in_kernel=takes_sigmoid,
         **SETTINGS,
         **delta_attention.OF_DECODES,
     )

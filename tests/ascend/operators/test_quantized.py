@@ -229,6 +229,23 @@ def test_a_product_of_integers_is_scaled_and_activated(standin: StandIn, seed: i
     assert_quantized(found, scales, activate(x * by_column * by_row[:, None]))
 
 
+@settings(max_examples=scale(20))
+@given(seed=SEEDS, tokens=st.integers(0, 4), limit=st.sampled_from([0.0, 1.5]))
+@covers("_C_ascend::dequant_situ_quant")
+def test_factors_of_an_activation_are_limited_softly(standin: StandIn, seed: int, tokens: int, limit: float) -> None:
+    generator = make_generator(seed)
+    x, by_column = torch.randint(-999, 999, (tokens, 6), generator=generator), draw_scales(generator, 6) / 100
+    by_row = draw_scales(generator, tokens)
+    scales_of = {"weight_scale": by_column.npu(), "activation_scale": by_row.npu()}
+    found, scales = torch.ops._C_ascend.dequant_situ_quant(x.int().npu(), **scales_of, beta=4.0, linear_beta=limit)
+    gate, up = (x * by_column * by_row[:, None]).double().chunk(2, -1)
+    up = limit * (1 - 2 / (torch.exp(2 * up / limit) + 1)) if limit else up
+    gate = 4 * (1 - 2 / (torch.exp(gate / 2) + 1)) / (1 + torch.exp(-gate))
+    assert_quantized(found, scales, (gate * up).float())
+    with pytest.raises(NotImplementedError, match="mode static"):
+        torch.ops._C_ascend.dequant_situ_quant(x.int().npu(), **scales_of, quant_mode="static")
+
+
 @pytest.mark.parametrize("limit", [0.0, 1.5])
 @covers("_C_ascend::npu_dequant_swiglu_quant")
 def test_factors_of_an_activation_are_limited_and_shifted(standin: StandIn, limit: float) -> None:

@@ -19,6 +19,7 @@ from standin_ascend import (
     context_parallel,
     delta_attention,
     earlier_states,
+    engram,
     linear_attention,
     pooled_keys,
     state_copies,
@@ -54,6 +55,10 @@ FUNCTIONS = {  # several kernels of Triton and operators each, which are one ker
     "vllm_ascend.ops.triton.glm5_next_lightning_indexer": {
         "glm5_next_lightning_indexer_triton": pooled_keys.choose_pools
     },
+    "vllm_ascend.ops.triton.compressor.compressor_triton": {
+        "compressor_from_projected": engram.pool_pairs,
+        "_cube_core_num": lambda: 1,
+    },
 }
 DEVICE_CHECKS = ("vllm_ascend.utils", "vllm_ascend.device.device_config")  # 0.23.0 has the first only
 KERNELS = {
@@ -86,11 +91,22 @@ KERNELS = {
     "vllm.third_party.flash_linear_attention.ops.l2norm": {"l2norm_fwd_kernel2": triton_kernels.norm_by_length},
     "vllm.model_executor.layers.fla.ops.l2norm": {"l2norm_fwd_kernel2": triton_kernels.norm_by_length},  # in 0.23.0
     "vllm_ascend.ops.triton.fla.l2norm": {"l2norm_fwd_kernel2_loop": triton_kernels.norm_by_length_in_loop},
+    "vllm_ascend.ops.triton.engram_hash": {
+        "_engram_req_index_kernel": engram.find_requests,
+        "_hash_ids_kernel": engram.hash_tokens,
+    },
+    "vllm_ascend.ops.triton.engram_lookup": {
+        "_engram_int8_gather_dequant_kernel": engram.look_up,
+        "_engram_host_uva_gather_dequant_kernel": engram.look_up_on_host,
+    },
+    "vllm_ascend.ops.triton.quantize_indexer_query": {"_quantize_indexer_query_kernel": engram.quantize_queries},
+    "vllm_ascend.ops.triton.prepare_indexer_indices": {"_prepare_indexer_indices_kernel": engram.order_keys},
     "vllm_ascend.ops.triton.fla.utils": {"_clear_ssm_states_kernel": triton_kernels.clear_states},
 }
 
 
 LATE_KERNELS = {  # of modules that are imported with a model
+    "_write_hash_cache_kernel": engram.keep_tokens,
     "_prepare_prefill_topk_scores_kernel": block_sparse.prefer_blocks,
     "_mask_prefill_topk_indices_kernel": block_sparse.drop_unseen_blocks,
 }

@@ -262,13 +262,27 @@ def compute_choice(
         if last == first or not count:
             continue
         numbers, end = torch.arange(count), count * ratio + residual
-        keys = read_rows(cache, table[request], numbers).double()
-        scales = read_rows(key_scales[..., None], table[request], numbers)[:, 0].double()
-        products = (query[first:last].double() @ keys.T) * query_scales[first:last].double()[..., None] * scales
-        scores = (products.relu() * weights[first:last].double()[..., None]).sum(1).float()
+        queries = (part[first:last] for part in (query, query_scales, weights))
+        scores = rate(*queries, cache, key_scales, table[request], numbers)
         at = torch.arange(end - (last - first), end)
         hidden = numbers >= (at[:, None] + 1) // ratio
         best = scores.masked_fill(hidden, -torch.inf).sort(dim=-1, descending=True, stable=True)
         chosen = best.indices.masked_fill(hidden.gather(1, best.indices), NO_KEY).int()
         kept = min(count, out.shape[-1])
         out[first:last, 0, :kept] = chosen[:, :kept]
+
+
+def rate(
+    query: torch.Tensor,
+    query_scales: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    key_scales: torch.Tensor,
+    blocks: torch.Tensor,
+    at: torch.Tensor,
+) -> torch.Tensor:
+    """Return the scores of a request's keys at these places, for each query [queries, keys]."""
+    keys = read_rows(cache, blocks, at).double()
+    scales = read_rows(key_scales[..., None], blocks, at)[:, 0].double()
+    products = (query.double() @ keys.T) * query_scales.double()[..., None] * scales
+    return (products.relu() * weights.double()[..., None]).sum(1).float()

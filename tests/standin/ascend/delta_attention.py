@@ -1,4 +1,4 @@
-"""Operators of Kimi Delta Attention (GLM-5.3-Flash): the gated delta rule with a decay for each channel of a key.
+"""Operators of Kimi Delta Attention (Kimi-K3, GLM-5.3-Flash): gated delta rules with a decay for each channel of a key.
 
 States are those of linear_attention.py (Kimi Linear, arXiv:2510.26692, equation 1). See there on exponentials.
 """
@@ -22,7 +22,6 @@ OF_DECODES = {
     "output_final_state": False,
     "inplace_final_state": True,
     "use_qk_l2norm_in_kernel": True,
-    "use_beta_sigmoid_in_kernel": True,
     "allow_neg_eigval": False,
 }
 
@@ -94,6 +93,7 @@ def update_states(
     num_accepted_tokens: torch.Tensor | None,
     scale: float,
     lower_bound: float,
+    use_beta_sigmoid_in_kernel: bool,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     """`fla_npu.ops.ascendc.recurrent_kda`: decodes [1, tokens, heads, size], which may have drafts.
@@ -101,7 +101,7 @@ def update_states(
     Args:
         q: queries as projected, as are the keys.
         g: gates as projected [1, tokens, heads, key size].
-        beta: corrections as projected [1, tokens, heads].
+        beta: corrections [1, tokens, heads], as projected if the kernel takes their sigmoid.
         state: [blocks, heads, size, key size], updated.
         cu_seqlens: [requests + 1].
         ssm_state_indices: the block of each request's state [requests], or of that of each token [requests, tokens].
@@ -110,7 +110,7 @@ def update_states(
     expect("recurrent_kda", settings, {**KNOWN, **OF_DECODES})
     out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     tensors = q, k, v, g, beta, state, cu_seqlens, ssm_state_indices, num_accepted_tokens, A_log, dt_bias, out
-    launch("RecurrentKda", compute_decodes, *tensors, scale, lower_bound)
+    launch("RecurrentKda", compute_decodes, *tensors, scale, lower_bound, use_beta_sigmoid_in_kernel)
     return out, None
 
 
@@ -129,10 +129,12 @@ def compute_decodes(
     out: torch.Tensor,
     scale: float,
     lowest: float,
+    takes_sigmoid: bool,
 ) -> None:
     """Read the state that the last accepted token left; write that of each token, or of the last one."""
     query, key = (x / x.square().sum(-1, keepdim=True).add(EPSILON).sqrt() for x in (query[0].float(), key[0].float()))
-    decays, beta = find_decays(raw[0], log_a, bias, lowest), raw_beta[0].double().sigmoid()
+    decays = find_decays(raw[0], log_a, bias, lowest)
+    beta = raw_beta[0].double().sigmoid() if takes_sigmoid else raw_beta[0]
     for request, (first, last) in enumerate(pairwise(starts.tolist())):
         places = indices[request].reshape(-1).tolist()
         if first == last:

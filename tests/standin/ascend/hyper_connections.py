@@ -16,6 +16,9 @@ from standin_ascend.quantized import compute_quantization
 SCHEMAS = (  # vllm-ascend's own
     "npu_hc_pre_v2(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, int hc_mult, int hc_sinkhorn_iters,"
     " float norm_eps, float hc_eps) -> (Tensor y, Tensor post, Tensor comb_frag)",
+    "npu_hc_pre_v3(Tensor x, Tensor hc_fn, Tensor hc_scale, Tensor hc_base, Tensor? pre_mix=None, *, int hc_mult=4,"
+    " int hc_sinkhorn_iters=20, float norm_eps=1e-6, float hc_eps=1e-6)"
+    " -> (Tensor y, Tensor post, Tensor comb_frag, Tensor pre)",
     "npu_hc_post(Tensor x, Tensor residual, Tensor post, Tensor comb) -> (Tensor out)",
     "npu_rms_norm_cast(Tensor x, Tensor gamma, float epsilon=1e-6) -> (Tensor y, Tensor y_fp32)",
     "npu_rms_norm_dynamic_quant(Tensor x, Tensor gamma, Tensor? smooth_scale=None, Tensor? beta=None,"
@@ -46,6 +49,35 @@ def mix_streams(
     return y, post, comb
 
 
+def mix_streams_as_told(
+    x: torch.Tensor,
+    hc_fn: torch.Tensor,
+    hc_scale: torch.Tensor,
+    hc_base: torch.Tensor,
+    pre_mix: torch.Tensor | None = None,
+    *,
+    hc_mult: int = 4,
+    hc_sinkhorn_iters: int = 20,
+    norm_eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`npu_hc_pre_v3`: as `npu_hc_pre_v2`, but the part of the layer reads the mix *pre_mix* [tokens, streams].
+
+    The shares that `npu_hc_pre_v2` would take are returned as well, for the next part.
+    """
+    if pre_mix is None or x.dim() != 3 or x.shape[1] != hc_mult:
+        raise NotImplementedError(f"npu_hc_pre_v3 of {list(x.shape)} with {hc_mult} streams, mix {pre_mix is not None}")
+    outputs = *shape_mix(x), torch.empty_like(pre_mix)
+    options = hc_sinkhorn_iters, norm_eps, hc_eps
+    launch("HcPre", compute_mix, x, hc_fn, hc_scale, hc_base, *outputs[:3], *options, pre_mix, outputs[3])
+    return outputs
+
+
+def shape_mix_as_told(x: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Return what `mix_streams_as_told` would, without values."""
+    return *shape_mix(x), x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
 def shape_mix(x: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `mix_streams` would, without values."""
     tokens, streams, hidden = x.shape
@@ -64,6 +96,8 @@ def compute_mix(
     iterations: int,
     norm_eps: float,
     hc_eps: float,
+    pre_mix: torch.Tensor | None = None,
+    pre: torch.Tensor | None = None,
 ) -> None:
     """Norm the streams together, project them, and normalize the matrix by columns and rows in turn, in float64."""
     streams = x.shape[1]
@@ -72,7 +106,10 @@ def compute_mix(
     shares, results, matrix = mixes.split([streams, streams, streams * streams], dim=-1)
     own, others, square = base.double().split([streams, streams, streams * streams])
     shares = (shares * scale[0].double() + own).sigmoid() + hc_eps
-    y.copy_((shares[..., None] * x.double()).sum(1))
+    taken = shares if pre_mix is None else pre_mix.double()
+    y.copy_((taken[..., None] * x.double()).sum(1))
+    if pre is not None:
+        pre.copy_(shares)
     post.copy_(2 * (results * scale[1].double() + others).sigmoid())
     mixed = (matrix * scale[2].double() + square).unflatten(-1, (streams, streams)).softmax(-1) + hc_eps
     mixed = mixed / (mixed.sum(-2, keepdim=True) + hc_eps)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from standin_ascend import (
     attention,
+    attention_residuals,
     block_sparse,
     byte_caches,
     compressed_attention,
@@ -26,6 +27,8 @@ from standin_ascend import (
     others,
     prolog,
     quantized,
+    shared_keys,
+    situ,
     sparse,
     vision,
 )
@@ -63,7 +66,10 @@ SCHEMAS = (  # vllm-ascend's own, which its compiled half would declare
     *hyper_connections.SCHEMAS,
     *compression.SCHEMAS,
     *compressed_attention.SCHEMAS,
+    *shared_keys.SCHEMAS,
     hashed_experts.SCHEMA,
+    attention_residuals.SCHEMA,
+    situ.SCHEMA,
     "device_print(Tensor x, str s) -> ()",
     "device_print_tensor(Tensor x, str s) -> ()",
 )
@@ -121,7 +127,10 @@ OPERATORS = {
         "npu_sparse_attention_score": block_sparse.attend_to_blocks,
         "npu_scatter_nd_update_sk": block_sparse.scatter_rows,
         "dispatch_ffn_combine": mc2.run_experts,
+        "attn_res_fwd": attention_residuals.mix_blocks,
+        "dequant_situ_quant": situ.activate_product,
         "npu_hc_pre_v2": hyper_connections.mix_streams,
+        "npu_hc_pre_v3": hyper_connections.mix_streams_as_told,
         "npu_hc_post": hyper_connections.spread_result,
         "npu_rms_norm_cast": hyper_connections.norm_and_cast,
         "npu_rms_norm_dynamic_quant": hyper_connections.norm_and_quantize,
@@ -133,6 +142,9 @@ OPERATORS = {
         "npu_sparse_attn_sharedkv_metadata": compressed_attention.describe_attention,
         "npu_quant_lightning_indexer_v2": compressed_attention.choose_compressed,
         "npu_quant_lightning_indexer_v2_metadata": compressed_attention.describe_choice,
+        "npu_quant_lightning_indexer_v3": shared_keys.choose_keys,
+        "npu_sparse_flash_mla": shared_keys.attend,
+        "npu_sparse_flash_mla_metadata": shared_keys.describe_attention,
         "npu_vllm_quant_lightning_indexer": earlier_indexer.choose_keys,  # in 0.23.0, as the next two
         "npu_vllm_quant_lightning_indexer_metadata": earlier_indexer.describe_choice,
         "npu_scatter_nd_update_v2": block_sparse.scatter_rows,
@@ -150,6 +162,9 @@ OPERATORS = {
         "repeat_interleave.self_int": others.repeat,
         "searchsorted.Tensor": ordering.find_places,
         "_unique2": ordering.find_distinct,
+        "clamp_max": ordering.limit,
+        "signbit": ordering.find_signs,
+        "eye": ordering.make_identity,
     },
     "vllm": {
         "triton_split_qkv_rmsnorm_mrope": vision.split_norm_rotate,
@@ -161,6 +176,7 @@ OPERATORS = {
 SHAPES = {  # for torch.compile: of vllm-ascend's own operators that its models call outside of others
     "npu_add_rms_norm_bias": others.shape_add_norm,
     "npu_hc_pre_v2": hyper_connections.shape_mix,
+    "npu_hc_pre_v3": hyper_connections.shape_mix_as_told,
     "npu_hc_post": hyper_connections.shape_spread,
     "npu_rms_norm_cast": hyper_connections.shape_norm_and_cast,
 }

@@ -1,6 +1,8 @@
-"""Operators of torch that look up and order numbers. See attention.py for how they are made."""
+"""Operators of torch that look up, order and limit numbers. See attention.py for how they are made."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from standin_ascend.kernels import launch, view_on_host
@@ -40,3 +42,33 @@ def find_distinct(
     torch.npu.current_stream().synchronize()
     values, inverse = torch.unique(view_on_host(x), return_inverse=True)
     return values.npu(), inverse.npu() if return_inverse else inverse.new_empty(0).npu(), inverse.new_empty(0).npu()
+
+
+def limit(x: torch.Tensor, most: float) -> torch.Tensor:
+    """`clamp_max` of a number."""
+    out = torch.empty_like(x)
+    launch("ClampMax", compute_limit, x, most, out)
+    return out
+
+
+def compute_limit(x: torch.Tensor, most: float, out: torch.Tensor) -> None:
+    """Take the smaller one of each number and the most."""
+    out.copy_(x.clamp_max(most))
+
+
+def find_signs(x: torch.Tensor) -> torch.Tensor:
+    """`signbit`: whether a number is negative, or minus zero."""
+    out = torch.empty_like(x, dtype=torch.bool)
+    launch("Signbit", compute_signs, x, out)
+    return out
+
+
+def compute_signs(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Look at each sign."""
+    out.copy_(x.signbit())
+
+
+def make_identity(size: int, **options: Any) -> torch.Tensor:
+    """`eye`: a matrix with ones on its diagonal [size, size]."""
+    numbers = torch.arange(size, device=options["device"])
+    return (numbers[:, None] == numbers).to(options.get("dtype") or torch.get_default_dtype())

@@ -16,15 +16,21 @@ from standin_ascend.vision import compute_rotation
 
 
 class TritonKernel:
-    """In place of a Triton kernel, `kernel[grid](...)`: computes all of its grid at once."""
+    """In place of a Triton kernel, `kernel[grid](...)`: computes all of its grid at once.
+
+    A call returns the kernel, as one of Triton's returns what it has compiled, which is called alike.
+    """
+
+    pre_run_hooks = ()
 
     def __init__(self, name: str, compute: Callable[..., None]) -> None:
         self._name, self._compute = name, compute
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*arguments: Any, **options: Any) -> None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., TritonKernel]:
+        def run(*arguments: Any, **options: Any) -> TritonKernel:
             named = {name: view_on_host(value) for name, value in options.items()}
             launch(self._name, partial(self._compute, **named), *arguments)
+            return self
 
         return run
 

@@ -13,7 +13,8 @@ from dbo_runtime.vllm_plugin.api.known import HYBRID_MODELS
 from tests.support.ascend.recipes import Recipe
 
 EQUIVALENCE, FAMILIES, MINIMAX = "test_equivalence.py", "test_families.py", "test_minimax.py"
-DEEPSEEK_V4, GLM5_NEXT = "test_deepseek_v4.py", "test_glm5_next.py"
+DEEPSEEK_V4, DEEPSEEK_V41, GLM5_NEXT = "test_deepseek_v4.py", "test_deepseek_v41.py", "test_glm5_next.py"
+KIMI_K3 = "test_kimi_k3.py"
 SPARSE, LINEAR = "test_sparse_attention.py", "test_linear_attention.py"
 MINIMAX_M2, SPECULATIVE = "test_minimax_m2.py", "test_speculative.py"
 MODELS: Mapping[str, str] = MappingProxyType(
@@ -21,7 +22,9 @@ MODELS: Mapping[str, str] = MappingProxyType(
         "DeepseekV3ForCausalLM": EQUIVALENCE,
         "DeepseekV32ForCausalLM": SPARSE,
         "DeepseekV4ForCausalLM": DEEPSEEK_V4,
+        "DeepseekV41ForCausalLM": DEEPSEEK_V41,
         "Glm5NextForConditionalGeneration": GLM5_NEXT,
+        "KimiK3ForConditionalGeneration": KIMI_K3,
         "GlmMoeDsaForCausalLM": SPARSE,
         "MiniMaxM2ForCausalLM": MINIMAX_M2,
         "MiniMaxM3SparseForConditionalGeneration": MINIMAX,
@@ -32,7 +35,9 @@ MODELS: Mapping[str, str] = MappingProxyType(
 
 WEIGHTS = {
     DEEPSEEK_V4: f"{DEEPSEEK_V4}::test_quantized_weights",
+    DEEPSEEK_V41: f"{DEEPSEEK_V41}::test_quantized_weights",
     GLM5_NEXT: f"{GLM5_NEXT}::test_quantized_weights",
+    KIMI_K3: f"{KIMI_K3}::test_quantized_weights",
     MINIMAX: f"{MINIMAX}::test_quantized_weights",
     MINIMAX_M2: f"{MINIMAX_M2}::test_minimax_m2_in_int8_with_drafts_is_equal_to_the_bit",
     SPARSE: f"{SPARSE}::test_quantized_weights",
@@ -48,18 +53,28 @@ DRAFTERS = {
 }
 DATA_PARALLEL = {
     DEEPSEEK_V4: f"{DEEPSEEK_V4}::test_data_parallel_ranks_of_chunks_are_equal",
+    DEEPSEEK_V41: f"{DEEPSEEK_V41}::test_data_parallel_ranks_are_equal",
     GLM5_NEXT: f"{GLM5_NEXT}::test_data_parallel_ranks_are_equal",
+    KIMI_K3: f"{KIMI_K3}::test_data_parallel_ranks_are_equal",
     EQUIVALENCE: "test_data_parallel.py::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
     SPARSE: f"{SPARSE}::test_data_parallel_ranks_of_different_sizes_are_equal",
     LINEAR: f"{LINEAR}::test_data_parallel_ranks_of_different_sizes_are_equal_to_the_bit",
     MINIMAX: f"{MINIMAX}::test_data_parallel_ranks_of_chunks_are_equal",
 }
 PIPELINES = {SPARSE: f"{SPARSE}::test_stages_of_a_pipeline_are_equal"}
-GRAPHS = {file: f"{file}::test_with_graphs_of_decodes_prefills_are_split" for file in (DEEPSEEK_V4, GLM5_NEXT, SPARSE)}
+GRAPHS = {
+    file: f"{file}::test_with_graphs_of_decodes_prefills_are_split"
+    for file in (DEEPSEEK_V4, DEEPSEEK_V41, GLM5_NEXT, KIMI_K3, SPARSE)
+}
 OPTIONS_OF = {  # flags of a recipe, where the file of a model has tests of its own
     (DEEPSEEK_V4, "fc1"): f"{DEEPSEEK_V4}::test_layers_that_pass_on_chunks_of_tokens",
     (DEEPSEEK_V4, "shdp"): f"{DEEPSEEK_V4}::test_layers_that_pass_on_chunks_of_tokens",
     (DEEPSEEK_V4, "dsacp"): f"{DEEPSEEK_V4}::test_attention_from_chunks_of_tokens",
+    **dict.fromkeys(
+        [(DEEPSEEK_V41, "fc1"), (DEEPSEEK_V41, "shdp"), (DEEPSEEK_V41, "dsacp")],
+        f"{DEEPSEEK_V41}::test_nano_batches_are_equal_to_unsplit_steps",
+    ),
+    (DEEPSEEK_V41, "fmc2"): f"{DEEPSEEK_V41}::test_quantized_weights",
     (GLM5_NEXT, "fc1"): f"{GLM5_NEXT}::test_nano_batches_are_equal_to_unsplit_steps",
     (DEEPSEEK_V4, "fmc2"): f"{DEEPSEEK_V4}::test_experts_of_chunks_that_kernels_dispatch",
 }

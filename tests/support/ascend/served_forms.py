@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dbo_runtime.vllm_plugin.api.known import SPARSE_MODELS
-from tests.support.ascend import deepseek_v4, glm5_next, minimax
+from tests.support.ascend import deepseek_v4, deepseek_v41, glm5_next, kimi_k3, minimax
 from tests.support.ascend.engines import FOUR, OPTIONS, TINY
 from tests.support.ascend.families import OPTIONS_OF, make_model
 from tests.support.ascend.modelslim import DYNAMIC, INT4, STATIC, quantize_indexers, quantize_model
@@ -142,6 +142,8 @@ def make_server(form: Form, folder: Path) -> Server:
         model = quantize_model(model, folder / "model", *weights)
         if form.architecture == MINIMAX_M3:
             minimax.describe_vision_tower(model)
+        if form.architecture in deepseek_v41.CONFIG["architectures"]:
+            deepseek_v41.write_index(model)
         options["quantization"] = "ascend"
     if "li_c8" in flags and weights is not None and form.architecture in SPARSE_MODELS:
         quantize_indexers(model)  # of other models, the option alone decides
@@ -161,6 +163,8 @@ def make_server(form: Form, folder: Path) -> Server:
         additional |= FLAGS.get(flag, {})
         options |= CACHES.get(flag, {})
     environment = {**FOUR, "DBO_SPLIT": "auto", **(A3 if "fmc2" in flags else {})}
+    if form.architecture == kimi_k3.KIMI_K3:
+        environment |= kimi_k3.ENVIRONMENT
     if flags & {"eplb", "eplb16"}:
         environment["DYNAMIC_EPLB"] = "true"
     return Server(model, {**OPTIONS, **options, "additional_config": additional}, environment)
@@ -172,6 +176,10 @@ def _make_model(form: Form, folder: Path) -> tuple[Path, dict[str, Any]]:
     drafts = {"speculative_config": {"method": drafter, "num_speculative_tokens": 2}} if drafter else {}
     if name in deepseek_v4.CONFIG["architectures"]:
         return deepseek_v4.make_deepseek_v4(folder, drafts=bool(drafter)), drafts
+    if name == kimi_k3.KIMI_K3:
+        return kimi_k3.make_kimi_k3(folder), dict(kimi_k3.TEXT_ONLY)
+    if name in deepseek_v41.CONFIG["architectures"]:
+        return deepseek_v41.make_deepseek_v41(folder), dict(deepseek_v41.SERVED)
     if name == glm5_next.GLM5_NEXT:
         return glm5_next.make_glm5_next(folder, drafts=bool(drafter)), {**glm5_next.TEXT_ONLY, **drafts}
     if name == MINIMAX_M3:

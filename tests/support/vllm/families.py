@@ -200,8 +200,10 @@ MINIMAX_M3 = "MiniMaxM3SparseForConditionalGeneration"
 OF_ASCEND = (  # whose classes of vllm-ascend's are split
     "DeepseekV4ForCausalLM",
     "DeepseekV4ForConditionalGeneration",
+    "DeepseekV41ForCausalLM",
     "Glm5NextForCausalLM",
     "Glm5NextForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
 )
 """Which vLLM has no class for on CPU; tests/support/ascend/minimax.py makes one."""
 

@@ -124,6 +124,18 @@ aclError aclrtFree(void* address) { return standin::release(address); }
 
 aclError aclrtFreeHost(void* address) { return standin::release(address); }
 
+// Memory of the host is memory of all devices here, also before it is registered.
+aclError aclrtHostRegisterV2(void* address, uint64_t bytes, uint32_t) {
+    return address && bytes ? ACL_SUCCESS : ACL_ERROR_INVALID_PARAM;
+}
+
+aclError aclrtHostGetDevicePointer(void* address, void** on_device, uint32_t) {
+    *on_device = address;
+    return ACL_SUCCESS;
+}
+
+aclError aclrtHostUnregister(void*) { return ACL_SUCCESS; }
+
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free_bytes, size_t* all_bytes) {
     standin::Heap& heap = standin::get_heap();
     std::lock_guard<std::mutex> guard(heap.lock);

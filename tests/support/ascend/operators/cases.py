@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.support.ascend.operators import byte_caches, deepseek_v4, mlapo
+from tests.support.ascend.operators import attention_residuals, byte_caches, deepseek_v4, deepseek_v41, mlapo
 from tests.support.ascend.operators.angles import make_angles
 from tests.support.ascend.operators.block_sparse import BLOCK_SEQUENCES, attend_to_blocks, rate_blocks, update_rows
 from tests.support.ascend.operators.checks import ABSENT, COUNTS, HALF, SIGMOID, SUM_OF_TWO, Tensors, draw, npu
@@ -345,6 +345,12 @@ CASES = [
         is_described=False,
     ),
     Case(
+        "_C_ascend::attn_res_fwd",
+        lambda g: attention_residuals.make_sums(g, 5, 3),
+        attention_residuals.run_case,
+        is_described=False,
+    ),
+    Case(
         "_C_ascend::npu_hc_pre_v2",
         lambda g: deepseek_v4.make_streams(g, 5, 8),
         deepseek_v4.mix_streams,
@@ -428,6 +434,29 @@ CASES = [
         "_C_ascend::npu_quant_lightning_indexer_v2_metadata",
         lambda g: [deepseek_v4.EDGES, make_numbers(g, 9, 2), make_numbers(g, 4, 2)],
         deepseek_v4.describe_choice,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_hc_pre_v3",
+        lambda g: [*deepseek_v4.make_streams(g, 5, 8), draw(g, 5, 4, dtype=torch.float32)],
+        deepseek_v41.mix_streams,
+    ),
+    Case(
+        "_C_ascend::npu_sparse_flash_mla",
+        deepseek_v4.make_attention,
+        deepseek_v41.attend,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_sparse_flash_mla_metadata",
+        lambda g: [deepseek_v4.EDGES, make_numbers(g, 9, 2)],
+        deepseek_v41.describe_attention,
+        is_described=False,
+    ),
+    Case(
+        "_C_ascend::npu_quant_lightning_indexer_v3",
+        deepseek_v41.make_choice,
+        deepseek_v41.choose,
         is_described=False,
     ),
     Case(
@@ -576,6 +605,14 @@ CASES = [
         is_described=False,
     ),
     Case(
+        "_C_ascend::dequant_situ_quant",
+        lambda g: [make_numbers(g, 999, 5, 8), draw_scales(g, 8), draw_scales(g, 5)],
+        lambda x, scale, rows: torch.ops._C_ascend.dequant_situ_quant(
+            x, weight_scale=scale, activation_scale=rows, beta=4.0, linear_beta=25.0
+        ),
+        is_described=False,
+    ),
+    Case(
         "_C_ascend::grouped_matmul_swiglu_quant_weight_nz",
         draw_groups,
         lambda *tensors: torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz(*tensors)[:2],
@@ -643,11 +680,14 @@ CASES = [
         lambda g: [make_distinct(g, 99, 5).int().sort().values, make_numbers(g, 99, 7)],
         lambda edges, x: torch.searchsorted(edges, x, right=True),
     ),
+    Case("aten::clamp_max", lambda g: [draw(g, 7)], lambda x: x.clamp_max(0.5)),
+    Case("aten::signbit", lambda g: [draw(g, 7)], torch.signbit),
 ]
 WITHOUT_KERNELS = {
     "npu::npu_format_cast",
     "npu::_npu_fused_infer_attention_score_v2_get_max_workspace",
     "aten::_unique2",  # for which the host waits
+    "aten::eye",  # made of others
 }
 
 
