@@ -93,7 +93,7 @@ class ArgumentAdapter(Protocol):
 
         Args:
             model: top-level model.
-            given: the further arguments by name, of which some may be for another model or for nobody.
+            given: the further arguments by name, some of which may be for another model, or unused.
             tokens: number of tokens of the step. Each input is for as many.
         """
 

@@ -12,12 +12,15 @@ import pytest
 
 from tests.support.ascend.deepseek_v41 import SERVED, make_deepseek_v41, quantize_deepseek_v41
 from tests.support.ascend.engines import FOUR, OPTIONS, start
-from tests.support.ascend.equivalence import assert_nano_batches_are_equal
+from tests.support.ascend.equivalence import (
+    assert_data_parallel_nano_batches_are_equal,
+    assert_mixed_nano_batches_are_equal,
+    assert_nano_batches_are_equal,
+)
 from tests.support.ascend.jobs import answer, answer_in_nano_batches, make_prompts
 from tests.support.ascend.options import A3, GRAPHS
 from tests.support.ascend.sparse_attention import QUANTIZED, share_out
 from tests.support.vllm.engine import Engine, find_difference
-from tests.support.vllm.ranks import Ranks
 
 AUTO = {"DBO_SPLIT": "auto"}
 CHUNKS, SHARED, SHARED_OUT = {"enable_flashcomm1": True}, {"enable_shared_expert_dp": True}, {"enable_dsa_cp": True}
@@ -26,15 +29,6 @@ CHUNKS, SHARED, SHARED_OUT = {"enable_flashcomm1": True}, {"enable_shared_expert
 def serve_with(**flags: Any) -> dict[str, Any]:
     """Return options of an engine with these flags of vllm-ascend's."""
     return {**SERVED, "additional_config": {**OPTIONS["additional_config"], **flags}}
-
-
-def assert_mixed_steps_are_equal(npus: Ranks) -> None:
-    """Compare steps of decodes, chunks and prefills in nano-batches with unsplit ones."""
-    prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
-    ((unsplit, _),) = npus.run(answer, prompts, 8, None, arrive)
-    ((nano, steps),) = npus.run(answer_in_nano_batches, prompts, 8, 2, "0", arrive)
-    assert min(steps) >= 10, steps
-    assert find_difference(unsplit, nano) == 0.0
 
 
 @pytest.mark.slow
@@ -46,7 +40,7 @@ def assert_mixed_steps_are_equal(npus: Ranks) -> None:
 def test_nano_batches_are_equal_to_unsplit_steps(workers: int, flags: dict[str, bool], tmp_path: Path) -> None:
     for npus in start(1, make_deepseek_v41(tmp_path), AUTO, **share_out(workers), **serve_with(**flags)):
         assert_nano_batches_are_equal(npus)
-        assert_mixed_steps_are_equal(npus)
+        assert_mixed_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow
@@ -54,14 +48,9 @@ def test_nano_batches_are_equal_to_unsplit_steps(workers: int, flags: dict[str, 
     ("workers", "flags"), [(1, {}), (2, CHUNKS | SHARED | SHARED_OUT)], ids=["1", "2-flashcomm1-dsa_cp"]
 )
 def test_data_parallel_ranks_are_equal(workers: int, flags: dict[str, bool], tmp_path: Path) -> None:
-    prompts = [make_prompts(40, 30, 200, 5), make_prompts(30, 20, 90)]
     options = {**share_out(workers), **serve_with(**flags), "enable_expert_parallel": True}
     for npus in start(2, make_deepseek_v41(tmp_path), {**AUTO, **FOUR}, **options):
-        unsplit_by_rank = npus.run(answer, prompts, 4)
-        nano_by_rank = npus.run(answer_in_nano_batches, prompts, 4, 2)
-        for (unsplit, _), (nano, steps) in zip(unsplit_by_rank, nano_by_rank, strict=True):
-            assert min(steps) > 0, steps
-            assert find_difference(unsplit, nano) == 0.0
+        assert_data_parallel_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow
@@ -101,7 +90,7 @@ def test_quantized_weights(flags: dict[str, Any], tmp_path: Path) -> None:
     options = {**share_out(2), **serve_with(**CHUNKS, **SHARED, **SHARED_OUT, **flags), **QUANTIZED}
     for npus in start(1, model, {**AUTO, **(A3 if flags else {})}, **options):
         assert_nano_batches_are_equal(npus)
-        assert_mixed_steps_are_equal(npus)
+        assert_mixed_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow

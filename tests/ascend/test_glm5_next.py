@@ -13,7 +13,11 @@ import pytest
 
 from tests.support.ascend.drafts import ARRIVE, PROMPTS, TOKENS
 from tests.support.ascend.engines import FOUR, start
-from tests.support.ascend.equivalence import assert_nano_batches_are_equal
+from tests.support.ascend.equivalence import (
+    assert_data_parallel_nano_batches_are_equal,
+    assert_mixed_nano_batches_are_equal,
+    assert_nano_batches_are_equal,
+)
 from tests.support.ascend.glm5_next import TEXT_ONLY, make_glm5_next
 from tests.support.ascend.jobs import answer, answer_in_nano_batches, make_prompts
 from tests.support.ascend.modelslim import DYNAMIC, quantize_model
@@ -21,19 +25,9 @@ from tests.support.ascend.mtp_layers import DRAFTS
 from tests.support.ascend.options import FLASHCOMM, GRAPHS
 from tests.support.ascend.sparse_attention import QUANTIZED, share_out
 from tests.support.vllm.engine import Answer, Engine, find_difference
-from tests.support.vllm.ranks import Ranks
 from tests.support.vllm.speculation import count_drafts
 
 AUTO = {"DBO_SPLIT": "auto"}
-
-
-def assert_mixed_steps_are_equal(npus: Ranks) -> None:
-    """Compare steps of decodes, chunks and prefills in nano-batches with unsplit ones."""
-    prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
-    ((unsplit, _),) = npus.run(answer, prompts, 8, None, arrive)
-    ((nano, steps),) = npus.run(answer_in_nano_batches, prompts, 8, 2, "0", arrive)
-    assert min(steps) >= 10, steps
-    assert find_difference(unsplit, nano) == 0.0
 
 
 @pytest.mark.slow
@@ -41,20 +35,15 @@ def assert_mixed_steps_are_equal(npus: Ranks) -> None:
 def test_nano_batches_are_equal_to_unsplit_steps(workers: int, options: dict[str, Any], tmp_path: Path) -> None:
     for npus in start(1, make_glm5_next(tmp_path), AUTO, **share_out(workers), **TEXT_ONLY, **options):
         assert_nano_batches_are_equal(npus)
-        assert_mixed_steps_are_equal(npus)
+        assert_mixed_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "options"), [(1, {}), (2, FLASHCOMM)], ids=["1", "2-flashcomm1"])
 def test_data_parallel_ranks_are_equal(workers: int, options: dict[str, Any], tmp_path: Path) -> None:
-    prompts = [make_prompts(40, 30, 200, 5), make_prompts(30, 20, 90)]
     settings = {**AUTO, **FOUR}
     for npus in start(2, make_glm5_next(tmp_path), settings, **TEXT_ONLY, tensor_parallel_size=workers, **options):
-        unsplit_by_rank = npus.run(answer, prompts, 4)
-        nano_by_rank = npus.run(answer_in_nano_batches, prompts, 4, 2)
-        for (unsplit, _), (nano, steps) in zip(unsplit_by_rank, nano_by_rank, strict=True):
-            assert min(steps) > 0, steps
-            assert find_difference(unsplit, nano) == 0.0
+        assert_data_parallel_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow
@@ -62,7 +51,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
     model = quantize_model(make_glm5_next(tmp_path / "source"), tmp_path / "model", DYNAMIC, DYNAMIC)
     for npus in start(1, model, AUTO, **share_out(2), **TEXT_ONLY, **QUANTIZED):
         assert_nano_batches_are_equal(npus)
-        assert_mixed_steps_are_equal(npus)
+        assert_mixed_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow

@@ -7,25 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.ascend.engines import FOUR, start
-from tests.support.ascend.equivalence import assert_nano_batches_are_equal
+from tests.support.ascend.equivalence import (
+    assert_data_parallel_nano_batches_are_equal,
+    assert_mixed_nano_batches_are_equal,
+    assert_nano_batches_are_equal,
+)
 from tests.support.ascend.jobs import answer, answer_in_nano_batches, make_prompts
 from tests.support.ascend.kimi_k3 import ENVIRONMENT, TEXT_ONLY, make_kimi_k3
 from tests.support.ascend.modelslim import DYNAMIC, quantize_model
 from tests.support.ascend.options import GRAPHS
 from tests.support.ascend.sparse_attention import share_out
 from tests.support.vllm.engine import find_difference
-from tests.support.vllm.ranks import Ranks
 
 AUTO = {"DBO_SPLIT": "auto", **ENVIRONMENT}
-
-
-def assert_mixed_steps_are_equal(npus: Ranks) -> None:
-    """Compare steps of decodes, chunks and prefills in nano-batches with unsplit ones."""
-    prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
-    ((unsplit, _),) = npus.run(answer, prompts, 8, None, arrive)
-    ((nano, steps),) = npus.run(answer_in_nano_batches, prompts, 8, 2, "0", arrive)
-    assert min(steps) >= 10, steps
-    assert find_difference(unsplit, nano) == 0.0
 
 
 @pytest.mark.slow
@@ -34,19 +28,14 @@ def test_nano_batches_are_equal_to_unsplit_steps(workers: int, tmp_path: Path) -
     """With two workers, layers hand on a chunk of the tokens each."""
     for npus in start(1, make_kimi_k3(tmp_path), AUTO, **share_out(workers), **TEXT_ONLY):
         assert_nano_batches_are_equal(npus)
-        assert_mixed_steps_are_equal(npus)
+        assert_mixed_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_data_parallel_ranks_are_equal(workers: int, tmp_path: Path) -> None:
-    prompts = [make_prompts(40, 30, 200, 5), make_prompts(30, 20, 90)]
     for npus in start(2, make_kimi_k3(tmp_path), {**AUTO, **FOUR}, **TEXT_ONLY, tensor_parallel_size=workers):
-        unsplit_by_rank = npus.run(answer, prompts, 4)
-        nano_by_rank = npus.run(answer_in_nano_batches, prompts, 4, 2)
-        for (unsplit, _), (nano, steps) in zip(unsplit_by_rank, nano_by_rank, strict=True):
-            assert min(steps) > 0, steps
-            assert find_difference(unsplit, nano) == 0.0
+        assert_data_parallel_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow
@@ -54,7 +43,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
     model = quantize_model(make_kimi_k3(tmp_path / "source"), tmp_path / "model", DYNAMIC, DYNAMIC)
     for npus in start(1, model, AUTO, **share_out(2), **TEXT_ONLY):
         assert_nano_batches_are_equal(npus)
-        assert_mixed_steps_are_equal(npus)
+        assert_mixed_nano_batches_are_equal(npus)
 
 
 @pytest.mark.slow

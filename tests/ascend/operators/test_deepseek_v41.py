@@ -317,7 +317,9 @@ VARIANTS = {
     "mla, lengths of a window": lambda: v41.attend(
         *put(*v4.make_attention(make_generator(0))), ori_topk_length=torch.ones(8).npu()
     ),
-    "indexer, nobody's blocks": lambda: v41.choose(*put(*v41.make_choice(make_generator(0))), mode=v41.CONSUMER),
+    "indexer, no blocks to begin with": lambda: v41.choose(
+        *put(*v41.make_choice(make_generator(0))), mode=v41.CONSUMER
+    ),
     "indexer, another mask": lambda: v41.choose(*put(*v41.make_choice(make_generator(0))), ratio=4),
     "streams, without a mix": lambda: v41.mix_streams(*put(*v4.make_streams(make_generator(0), 3, 8))),
 }

@@ -38,7 +38,7 @@ def mix_blocks(
 
     Args:
         prefix_sum: the sum so far [tokens, hidden]. It is returned itself if nothing is added.
-        addend: what is added to it first [tokens, hidden].
+        addend: tensor that is added to it first [tokens, hidden].
         block_residual: the bank [tokens, rows, hidden].
         proj_weight: the learned query [1, hidden].
         norm_weight: weights of the norm of rows, for their scores [hidden].

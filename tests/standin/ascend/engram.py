@@ -160,7 +160,7 @@ def pool_pairs(
 def compute_pairs(
     values: torch.Tensor, scores: torch.Tensor, rings: torch.Tensor, metadata: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Weight by the softmax of scores, in float64; rings are read before they are written. Block 0 is nobody's."""
+    """Weight by the softmax of scores, in float64; rings are read before they are written. No request has block 0."""
     out.zero_()
     size = rings.shape[1]
     for start, count, _, row, block in metadata.T.tolist():

@@ -98,3 +98,22 @@ def assert_the_sanitizer_finds_nothing(npus: Ranks) -> None:
         for first, later in pairs
     ]
     assert find_difference(expected, watched) == 0.0
+
+
+def assert_mixed_nano_batches_are_equal(npus: Ranks) -> None:
+    """Compare steps of decodes, chunks and prefills in nano-batches with unsplit ones."""
+    prompts, arrive = [make_prompts(30, 7, 500, 90, 11, 200)], (0, 0, 1, 2, 3, 5)
+    ((unsplit, _),) = npus.run(answer, prompts, 8, None, arrive)
+    ((nano, steps),) = npus.run(answer_in_nano_batches, prompts, 8, 2, "0", arrive)
+    assert min(steps) >= 10, steps
+    assert find_difference(unsplit, nano) == 0.0
+
+
+def assert_data_parallel_nano_batches_are_equal(npus: Ranks) -> None:
+    """Compare prefills and decodes of two ranks in nano-batches with unsplit ones; the second has fewer tokens."""
+    prompts = [make_prompts(40, 30, 200, 5), make_prompts(30, 20, 90)]
+    unsplit_by_rank = npus.run(answer, prompts, 4)
+    nano_by_rank = npus.run(answer_in_nano_batches, prompts, 4, 2)
+    for (unsplit, _), (nano, steps) in zip(unsplit_by_rank, nano_by_rank, strict=True):
+        assert min(steps) > 0, steps
+        assert find_difference(unsplit, nano) == 0.0

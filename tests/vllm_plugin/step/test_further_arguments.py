@@ -25,7 +25,7 @@ class RowsAdapter:
     """Takes the rows of the step's tokens out of a buffer for more."""
 
     def take_arguments(self, model: Any, given: Mapping[str, Any], tokens: int) -> dict[str, Any] | Decline:
-        if given.keys() != {"rows", "nobody's"}:
+        if given.keys() != {"rows", "unknown"}:
             return Decline("unknown arguments of forward()", ", ".join(sorted(given)))
         return {ROWS: given["rows"][:tokens]}
 
@@ -44,7 +44,7 @@ def test_they_are_cut_and_padded_with_the_tokens() -> None:
     program = make_program()
     assert WHOLE_MODEL.check_program(program) is None
     rows, ends = torch.arange(9.0), ModelEnds(SimpleNamespace(), program, RowsAdapter())  # type: ignore[arg-type]
-    arguments = make_arguments(rows=rows, **{"nobody's": None})
+    arguments = make_arguments(rows=rows, unknown=None)
     assert ends.check(arguments) is None
     schedule = SimpleNamespace(programs=[program] * len(SLICES))
     plan = SimpleNamespace(executor=SimpleNamespace(schedule=schedule), slices=SLICES, nano_batches=())
