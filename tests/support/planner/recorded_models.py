@@ -14,6 +14,7 @@ from dbo_runtime.ir.program import Program
 LAYERS = 7
 DENSE = 2  # the first layers have no experts
 STAGES = {"whole": (0, LAYERS), "first": (0, 3), "middle": (3, 5), "last": (5, LAYERS)}
+KIMI_ATTENTIONS = ("AscendKimiK3DeltaAttention", "AscendKimiMLAAttention")  # told apart by their classes
 AUXILIARY = (0, 3, 4, LAYERS)  # numbers of layers after which a drafter reads the hidden states
 
 # What a part has only where it is given: asked for with `hasattr`, or with False as its default.
@@ -117,7 +118,8 @@ def make_model(form: Form, adapter: str) -> Part:
     start, end = STAGES[form.stage]
     layers = [_make_layer(index, form, adapter) for index in range(LAYERS)]
     decoder = Part(layers=layers, start_layer=start, end_layer=end, hc_mult=4, _needs_mtp_hidden_states=form.drafted)
-    decoder.use_sequence_parallel_moe = form.chunks
+    decoder.use_sequence_parallel_moe = decoder.use_sequence_parallel = decoder.is_sequence_parallel = form.chunks
+    decoder.config = Part(attn_res_block_size=3)
     decoder.aux_hidden_state_layers = AUXILIARY if form.drafted and form.stage == "whole" else ()
     deepstack = {"deepstack_num_level": 3, "deepstack_input_embeds": [Part(is_meta=False)] * 3}
     return Part(model=decoder, language_model=Part(model=decoder), **deepstack)
@@ -127,9 +129,10 @@ def _make_layer(index: int, form: Form, adapter: str) -> Part:
     is_dense = index < DENSE and "DeepseekV4" not in adapter
     mlp = Part(hash=index == 0) if is_dense else Part(hash=index == 0, experts=Part())
     attention = "linear_attn" if index % 2 and "Hybrid" in adapter else "self_attn"
+    module = type(KIMI_ATTENTIONS[index % 2], (Part,), {})() if "KimiK3" in adapter else Part()
     chunks = {"use_sequence_parallel_moe": True} if form.chunks and index != LAYERS - 2 else {}
     moe = Part(experts=Part())  # Gemma 4's, in parallel with the MLP
-    return Part(mlp=mlp, moe=moe, enable_dsa_cp=False, **{attention: Part()}, **chunks)
+    return Part(mlp=mlp, moe=moe, enable_dsa_cp=False, **{attention: module}, **chunks)
 
 
 def make_encoder() -> Part:
