@@ -72,7 +72,7 @@ class MicroBatchRuntime:
         self.config = config
         self.statistics = Statistics()
         self.keeps_layers = keeps_layers
-        self._log = log
+        self.log = log
         self._planner: Planner | None = None
         self.events = EventTable(device)
         self._nano = NanoSchedules(program, rows)
@@ -240,7 +240,7 @@ class MicroBatchRuntime:
                 outputs = plan.executor.run(inputs, enter, instrument, ranges)
         except Exception as error:
             # vLLM's executors pass on only the text of an error, without notes. So log here where it happened.
-            self._log.error("a split step failed", error=repr(error), where=get_context(error))
+            self.log.error("a split step failed", error=repr(error), where=get_context(error))
             raise
         if plan.mode == "split":
             self.statistics.split += 1
@@ -254,11 +254,11 @@ class MicroBatchRuntime:
 
     def decline(self, decline: Decline) -> None:
         """Count a step that is not split; log the first of each reason."""
-        count_declined(self._log, self.statistics.declined, decline)
+        count_declined(self.log, self.statistics.declined, decline)
 
     def decline_all(self, decline: Decline) -> None:
         """Log that no further step is split, and that these steps are not counted."""
-        note_standing(self._log, decline)
+        note_standing(self.log, decline)
 
     def close(self) -> None:
         """End the device's threads. Plans made so far cannot be run any more."""

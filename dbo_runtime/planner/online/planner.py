@@ -139,8 +139,9 @@ class Planner:
         counts = self.list_counts(config)
         if (config.policy, config.side) != self._booked_for:
             self._made, self._booked_for = {}, (config.policy, config.side)
-        # A step that allows fewer cuts than asked for has fewer micro-batches.
-        wanted = [] if config.split == "nano" else sorted({*counts, *range(2, max(counts))})
+        # A step that allows fewer cuts than asked for has fewer micro-batches. One micro-batch cuts nothing.
+        most = 1 if config.split == "nano" else max(counts)
+        wanted = sorted(count for count in {*counts, *range(2, max(counts))} if count <= most)
         missing = [count for count in wanted if count not in self._made]
         allowed = self._placements.list_allowed(config)
         for count, samples in list_samples(self._shapes, missing, self._density).items():

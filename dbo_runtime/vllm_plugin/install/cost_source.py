@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +15,7 @@ from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.costs.cost_file import load_costs, name_stage_file, save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import are_alike, describe_program
+from dbo_runtime.planner.online.graph_planner import GraphPlanner
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.install.cost_identity import Identity
@@ -56,6 +59,7 @@ class CostSource:
         self._log = rank.log
         self._stage = rank.stage.name
         self._metrics = metrics
+        self._is_prepared = False
         scheduler = rank.vllm_config.scheduler_config
         self._limits = ServingLimits(
             tokens=scheduler.max_num_batched_tokens,
@@ -68,7 +72,13 @@ class CostSource:
         return self.forward.runtime
 
     def prepare(self, config: RuntimeConfig) -> None:
-        """Calibrate or load, according to the settings. After any error, serve by the thresholds."""
+        """Calibrate or load, according to the settings. After any error, serve by the thresholds.
+
+        The first call does so, and others do nothing.
+        """
+        if self._is_prepared:
+            return
+        self._is_prepared = True
         try:
             if config.calibrate:
                 self.calibrate(config.costs)
@@ -76,6 +86,25 @@ class CostSource:
                 self.load(config.costs)
         except DboError as error:
             self._log.warning("no costs to plan with; DBO_MODE=auto goes by the thresholds", reason=str(error))
+
+    def prepare_graphs(self, config: RuntimeConfig) -> None:
+        """Load the costs that are in a file before vLLM captures graphs, because they choose the captured programs.
+
+        Costs that are still to be measured come too late for that.
+        """
+        compilation = self.rank.vllm_config.compilation_config
+        captures = compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs()
+        if not captures or config.calibrate or not config.costs or config.mode != "auto":
+            return
+        self.prepare(config)
+        if self._runtime.planner is None:
+            return
+        warm_up, sizes = self.forward.decider.warm_up, tuple(compilation.cudagraph_capture_sizes or ())
+        try:
+            self._prepare_alike(partial(self._prepare_graph_planner, self._runtime.planner.table, sizes))
+        except ConfigError as error:
+            warm_up.graphs = None
+            self._log.warning("vLLM's graphs hold the model's own forward", reason=str(error))
 
     def load(self, path: str) -> None:
         """Plan by the costs in a file that every rank reads.
@@ -164,22 +193,11 @@ class CostSource:
         limits = ServingLimits(
             **gather(self._group, asdict(self._limits))[0]
         )  # vLLM's defaults differ without a server
-        prepared, problem = "", ""
         try:
-            runtime.planner = planner = Planner(
-                runtime.program, table, limits, keeps_layers=runtime.keeps_layers, rows=runtime.rows
-            )
-            runtime.prepare(runtime.config)
-            prepared = planner.digest
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; memory may be short
-            problem = f"issue orders cannot be prepared: {error!r}"
-        outcomes = gather(self._group, [prepared, problem])
-        problem = next((problem for _, problem in outcomes if problem), "")
-        if not problem and len({prepared for prepared, _ in outcomes}) > 1:
-            problem = f"ranks prepared different issue orders. {format_ranks([prepared for prepared, _ in outcomes])}"
-        if problem:
+            self._prepare_alike(lambda: self._prepare_planner(table, limits))
+        except ConfigError:
             runtime.planner = before
-            raise ConfigError(problem)
+            raise
         if self._metrics is not None:
             self._metrics.show_costs(True)
         self._log.info(
@@ -192,3 +210,35 @@ class CostSource:
             split_error=f"{table.split_error:.1%}",
             seconds=f"{time.perf_counter() - start:.1f}",
         )
+
+    def _prepare_planner(self, table: CostTable, limits: ServingLimits) -> str:
+        runtime = self._runtime
+        runtime.planner = planner = Planner(
+            runtime.program, table, limits, keeps_layers=runtime.keeps_layers, rows=runtime.rows
+        )
+        runtime.prepare(runtime.config)
+        return planner.digest
+
+    def _prepare_graph_planner(self, table: CostTable, sizes: tuple[int, ...]) -> str:
+        runtime = self._runtime
+        graphs = GraphPlanner(runtime.program, table, sizes, self._limits, runtime.rows)
+        self.forward.decider.warm_up.graphs = graphs
+        return graphs.prepare(runtime.config)
+
+    def _prepare_alike(self, prepare: Callable[[], str]) -> None:
+        """Prepare issue orders on all ranks. *prepare* returns a text that identifies them. Collective.
+
+        Raises:
+            ConfigError: raised on all ranks if any of them cannot prepare, or they prepared different orders.
+        """
+        prepared, problem = "", ""
+        try:
+            prepared = prepare()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome; memory may be short
+            problem = f"issue orders cannot be prepared: {error!r}"
+        outcomes = gather(self._group, [prepared, problem])
+        problem = next((problem for _, problem in outcomes if problem), "")
+        if not problem and len({prepared for prepared, _ in outcomes}) > 1:
+            problem = f"ranks prepared different issue orders. {format_ranks([prepared for prepared, _ in outcomes])}"
+        if problem:
+            raise ConfigError(problem)

@@ -49,6 +49,14 @@ class ServedModel:
         if self.encoder is not None:
             self.encoder.install()
 
+    def start_warm_up(self) -> None:
+        """Prepare the programs that vLLM may capture, because it captures graphs while it warms up.
+
+        Compiled ops are not captured: they are compiled after vLLM's warm-up.
+        """
+        if self.forward is not None and self.costs is not None and self.compiler is None:
+            self.costs.prepare_graphs(self.forward.runtime.config)
+
     def start_serving(self, is_final: bool = False) -> None:
         """Compile, get costs, and split from now on, because vLLM's warm-up is over.
 

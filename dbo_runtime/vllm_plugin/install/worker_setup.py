@@ -103,9 +103,11 @@ def _wrap_warm_up(worker: WorkerBase) -> None:
 
     @functools.wraps(warm_up)
     def warm_up_and_serve(*args: Any, **kwargs: Any) -> Any:
-        result = warm_up(*args, **kwargs)
         runner = worker.model_runner
         served = get_served_model(runner.get_model())
+        if served is not None:
+            served.start_warm_up()
+        result = warm_up(*args, **kwargs)
         if served is not None:
             _rehearse(runner, served)
             served.start_serving(is_final=not hasattr(worker, "dbo_configure"))  # final without `WorkerExtension`

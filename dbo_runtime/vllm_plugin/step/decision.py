@@ -97,8 +97,13 @@ class StepDecider:
         return own
 
     def limit(self, config: RuntimeConfig) -> RuntimeConfig:
-        """Return these settings; if the model has no micro-batches, nano-batches are all that `auto` can choose."""
-        return replace(config, split="nano") if self.no_micro is not None and config.split == "auto" else config
+        """Return these settings; if the model has no micro-batches, nano-batches are all that `auto` can choose.
+
+        Then no op runs on `side`, either.
+        """
+        if self.no_micro is None:
+            return config
+        return replace(config, split="nano" if config.split == "auto" else config.split, side="off")
 
     @property
     def sizes_and_capacities(self) -> dict[str, tuple[int, int]]:
@@ -130,7 +135,7 @@ class StepDecider:
             return decline(refusal)
         step = ServedStep(get_forward_context(), tokens, unsupported)
         decision = self._decide_cut(step)
-        if isinstance(decision.plan, Decline) and self.runtime.forces_side and self.no_micro is None:
+        if isinstance(decision.plan, Decline) and self.runtime.forces_side:
             decision = self._decide_concurrent(step, decision.plan)
         if self.first_steps is None or isinstance(decision.plan, Decline):
             return decision

@@ -82,9 +82,18 @@ class LocalPlanner:
         contexts = self._splitter.split(context, plan.slices, sizes)
         return contexts if isinstance(contexts, Decline) else StepDecision(plan, contexts)
 
-    def plan_whole(self, context: ForwardContext, tokens: int) -> StepDecision | Decline:
-        """Plan all tokens of a step as one batch, with ops on the lanes that the settings force."""
-        return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), ()))
+    def plan_whole(
+        self,
+        context: ForwardContext,
+        tokens: int,
+        choice: SplitChoice | None = None,
+        sizes: Sequence[Sequence[int]] = (),
+    ) -> StepDecision | Decline:
+        """Plan all tokens of a step as one batch, as the planner chose, or else with ops on the lanes that are forced.
+
+        *sizes* are the tokens of all data parallel ranks in each nano-batch, if there are several.
+        """
+        return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), (), choice), sizes)
 
     def plan_nano_batches(
         self, context: ForwardContext, tokens: int, shared: SharedSplit, rank: int | None

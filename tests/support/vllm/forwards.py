@@ -59,6 +59,7 @@ class Splitter:
 
     platform = get_platform("npu")  # which has steps that graphs cannot hold
     dispatch = "all_gather"
+    decode_len = 1
 
     def __init__(self, batch: Batch | Decline = BATCH, contexts: Decline | None = None) -> None:
         self.batch = batch

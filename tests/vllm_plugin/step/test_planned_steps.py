@@ -34,7 +34,7 @@ def forward(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split
     forward: SplitForward = one_rank.runner.get_model().forward
     runtime = forward.runtime
     monkeypatch.setattr(runtime, "statistics", Statistics())
-    monkeypatch.setattr(runtime, "_executors", ExecutorCache(runtime.device, runtime._log, 1, runtime.events))
+    monkeypatch.setattr(runtime, "_executors", ExecutorCache(runtime.device, runtime.log, 1, runtime.events))
     yield forward
     forward.runtime.planner = None
     one_rank.configure()
@@ -44,7 +44,7 @@ def forward(one_rank: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Split
 def log(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> Lines:
     """Return what is logged of plans and declines."""
     lines = Lines()
-    monkeypatch.setattr(forward.runtime, "_log", lines)
+    monkeypatch.setattr(forward.runtime, "log", lines)
     monkeypatch.setattr(
         forward.runtime, "_executors", ExecutorCache(forward.runtime.device, lines, 1, forward.runtime.events)
     )

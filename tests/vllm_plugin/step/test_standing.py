@@ -96,5 +96,5 @@ def test_a_difference_from_unsplit_steps_ends_splitting_and_costs(is_final: bool
     assert model.forward is forward
     assert torch.equal(run(forward), EXPECTED + model.slip)
     assert has_own_forward(model) is is_final
-    told = forward.runtime._log.events  # type: ignore[attr-defined]
+    told = forward.runtime.log.events  # type: ignore[attr-defined]
     assert told.count("every further step runs unsplit") == int(is_final)
