@@ -42,11 +42,15 @@ class DeepseekV4Adapter:
         layers = list(get_layers(decoder).values())
         if not type(decoder).__module__.startswith("vllm_ascend."):
             return Decline("DeepSeek V4 is split as vllm-ascend's class only")
-        if getattr(decoder.config, "use_index_cache", False):
-            return Decline("layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)")
         if any(shares_out_tokens(layer) and not layer.use_sequence_parallel_moe for layer in layers):
             return Decline("context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm")
-        if any(getattr(layer.mlp.gate, "bias_vl", None) is not None for layer in layers):
+        return self.decline_config(decoder.config)
+
+    def decline_config(self, config: Any, dtype: str = "") -> Decline | None:
+        """Return why no model of this configuration can be split, or None."""
+        if getattr(config, "use_index_cache", False):
+            return Decline("layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)")
+        if getattr(config, "vision_n_layers", 0) > 0:
             return Decline("tokens of an image see each other in DeepSeek V4", only_micro=True)
         return None
 

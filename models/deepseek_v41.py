@@ -40,6 +40,10 @@ class DeepseekV41Adapter:
             return unknown
         if not type(decoder).__module__.startswith("vllm_ascend."):
             return Decline("DeepSeek V4.1 is split as vllm-ascend's class only")
+        return self.decline_config(decoder.config)
+
+    def decline_config(self, config: Any, dtype: str = "") -> Decline:
+        """Return why no model of this architecture has micro-batches."""
         return Decline("layers of DeepSeek V4.1 pass on which keys were chosen", only_micro=True)
 
     def take_arguments(self, model: Any, given: Mapping[str, Any], tokens: int) -> dict[str, Any] | Decline:
