@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dbo_runtime.observe.timeline import Span, Timeline
 from examples.network_hosts import Host, NetworkError, TwoHosts
 from examples.process_group import Program, start_together, wait_for_first
 from tests.benchmarks import (
@@ -21,12 +22,13 @@ from tests.benchmarks import (
     bench_two_hosts,
     served_hosts,
     serving_report,
+    two_hosts_node,
     two_hosts_report,
 )
 from tests.benchmarks.measured_hosts import BenchError
 from tests.benchmarks.served_workloads import LONG_PROMPTS, METRICS, OfferedLoad, Run, read_figures
 from tests.benchmarks.targets import Target, find_missed
-from tests.benchmarks.two_hosts_cells import MODES, OFF, PLANNED, SYNCHRONOUS, UNPLANNED, Cell, StepFigures
+from tests.benchmarks.two_hosts_cells import MODES, NANO, OFF, PLANNED, SYNCHRONOUS, Cell, StepFigures
 from tests.benchmarks.workloads import WorkloadError, read_workload
 
 ROOT = Path(__file__).parents[1]
@@ -40,9 +42,10 @@ BENCHES = {
 
 def make_cell(overlap: Sequence[float], workload: str = "1x2000", same: bool = True) -> Cell:
     """Return a cell in which unsplit steps take 2.6 s, and those without overlap 2.3 s."""
-    seconds = {OFF: [2.6], SYNCHRONOUS: [2.3], UNPLANNED: [2.1]}
+    seconds = {OFF: [2.6], SYNCHRONOUS: [2.3], NANO: [2.1]}
     seconds = {mode: taken * len(overlap) for mode, taken in seconds.items()} | {PLANNED: list(overlap)}
     steps = {
+        NANO: [StepFigures(2.1, 1.0, 0.5, 2.0, 1, 4, 0.25)],
         SYNCHRONOUS: [StepFigures(2.2, 0.8, 0.0, bound) for bound in (1.7, 1.8, 1.9)],
         PLANNED: [StepFigures(duration, 1.0, 0.75, 1.9, 3) for duration in (1.9, 2.0, 2.4)],
     }
@@ -54,7 +57,7 @@ def test_ratios_are_of_medians_and_the_bound_is_that_of_ops_that_ran_alone() -> 
     assert [cell.gain(OFF), cell.gain(SYNCHRONOUS)] == pytest.approx([1.3, 1.15])
     assert list(cell.spread(OFF)) == pytest.approx([(0.65 + 1.3) / 2, (1.3 + 2.6 / 1.9) / 2])
     assert cell.efficiency == pytest.approx(1.8 / 2.0)
-    assert cell.order_efficiency == pytest.approx(1.9 / 2.0)
+    assert cell.order_efficiency() == pytest.approx(1.9 / 2.0)
     assert cell.hidden == 0.75
     assert cell.parts == "3"
     assert Cell.from_dict(cell.as_dict()) == cell
@@ -62,7 +65,7 @@ def test_ratios_are_of_medians_and_the_bound_is_that_of_ops_that_ran_alone() -> 
 
 def test_a_cell_without_split_steps_or_bounds_says_that_they_are_unknown() -> None:
     cell = Cell("tensor", "none", "1x2000", {mode: [1.0] for mode in MODES})
-    assert (cell.hidden, cell.efficiency, cell.order_efficiency) == (None, None, None)
+    assert (cell.hidden, cell.efficiency, cell.order_efficiency()) == (None, None, None)
     assert two_hosts_report.make_row(cell)[5] == "unsplit"
     assert two_hosts_report.make_evidence(cell) == []
     assert cell.parts == "unsplit"
@@ -75,12 +78,26 @@ def test_the_report_tells_which_targets_are_missed_and_how_far() -> None:
     assert "| 4x500: over split, no overlap | ≥ 1.12 | 1.150 | reached |" in text
     assert text.count("reached") == 6
     assert text.count("| 3 | 1.30x (1.30–1.30) |") == 3
-    assert "| 200mbit | 4x500 | 1.25x | 0.75 | 0.95 |" in text
+    assert "| 200mbit | 4x500 | 1.15x | 1.25x | 0.75 | 0.95 | 0.95 |" in text
+    assert "which nano-batches leave whole: 1x2000 25%, 4x500 25%, 16x125 25%." in text
     assert "DIFFERENT tokens**: 4x500 at 200mbit." in text
     slow = "\n".join(two_hosts_report.write_report([make_cell([2.5] * 7)], 7, "all_gather"))
     assert "All modes gave the same tokens." in slow
     assert "| 1x2000: over unsplit | ≥ 1.30 | 1.040 | missed by 20.0% |" in slow
     assert len(find_missed(two_hosts_report.find_targets([make_cell([2.5] * 7)]))) == 2
+
+
+def test_a_step_tells_its_form_and_how_much_of_it_nano_batches_leave_whole() -> None:
+    spans = [
+        Span("compute", "L0.attention", 0, 0.0, 3.0),
+        Span("compute", "L0.mlp#0", 0, 3.0, 3.5),
+        Span("compute", "L0.mlp#1", 0, 3.5, 4.0),
+        Span("comm", "L0.reduce#0", 0, 3.5, 4.5),
+    ]
+    figures = two_hosts_node.look_into(Timeline(tuple(spans)).as_dict())
+    assert (figures.form, figures.joint, figures.hidden) == ("2 nano", 0.75, 0.5)
+    assert two_hosts_node.look_into(Timeline(tuple(spans[:1])).as_dict()).form == "its order"
+    assert StepFigures(1.0, 0.5, 0.0, None).form == "2"
 
 
 def test_few_runs_are_not_judged() -> None:

@@ -7,12 +7,12 @@ from statistics import median, quantiles
 from typing import Any
 
 OFF, SYNCHRONOUS = "unsplit", "split, no overlap"
-UNPLANNED, PLANNED = "overlap, no costs", "overlap, planned"
+NANO, PLANNED = "nano-batches", "overlap, planned"
 MODES = {  # what is compared -> its settings; engines have measured their costs at each rate
     OFF: {"DBO_MODE": "off"},
     SYNCHRONOUS: {"DBO_MODE": "always", "DBO_SPLIT": "micro", "DBO_POLICY": "sequential", "DBO_MICRO_BATCHES": "2"},
-    UNPLANNED: {"DBO_MODE": "always", "DBO_SPLIT": "micro", "DBO_POLICY": "alternate", "DBO_MICRO_BATCHES": "2"},
-    PLANNED: {"DBO_MODE": "auto", "DBO_PROBATION": "0"},  # which would run some steps the other way
+    NANO: {"DBO_MODE": "always", "DBO_SPLIT": "nano"},
+    PLANNED: {"DBO_MODE": "auto", "DBO_SPLIT": "auto", "DBO_PROBATION": "0"},  # probation runs some steps the other way
 }
 NO_LIMIT = "none"
 
@@ -26,7 +26,9 @@ class StepFigures:
         communication: in which the lane `comm` was busy.
         hidden: in which it was, while `compute` ran.
         bound: that no issue order could beat with ops that take what they took; None where that is not known.
-        micro_batches: into how many it was split.
+        micro_batches: their number; 1 in a step in nano-batches.
+        nano_batches: their number; 1 in a step in micro-batches.
+        joint: the share of the computation that is in joint ops, which nano-batches do not cut.
     """
 
     duration: float
@@ -34,6 +36,15 @@ class StepFigures:
     hidden: float
     bound: float | None
     micro_batches: int = 2
+    nano_batches: int = 1
+    joint: float = 1.0
+
+    @property
+    def form(self) -> str:
+        """The number of parts, and that they are nano-batches if they are."""
+        if self.micro_batches > 1:
+            return str(self.micro_batches)
+        return f"{self.nano_batches} nano" if self.nano_batches > 1 else "its order"
 
 
 @dataclass(frozen=True)
@@ -85,12 +96,12 @@ class Cell:
 
     @property
     def parts(self) -> str:
-        """Into how many micro-batches the planner had steps split, `unsplit` if into none."""
-        return "/".join(map(str, sorted({step.micro_batches for step in self.steps.get(PLANNED, ())}))) or "unsplit"
+        """Into what the planner had steps split, `unsplit` if into nothing."""
+        return "/".join(sorted({step.form for step in self.steps.get(PLANNED, ())})) or "unsplit"
 
     @property
     def hidden(self) -> float | None:
-        """Which share of the communication was hidden, by planned overlap; None if it split no step."""
+        """The share of the communication that planned overlap hid; None if it split no step."""
         shares = [step.hidden / step.communication for step in self.steps.get(PLANNED, ()) if step.communication]
         return median(shares) if shares else None
 
@@ -105,7 +116,12 @@ class Cell:
         return median(bounds) / median(durations) if bounds and durations else None
 
     @property
-    def order_efficiency(self) -> float | None:
+    def joint(self) -> float | None:
+        """The share of the computation that nano-batches leave whole; None if no step was split so."""
+        shares = [step.joint for step in self.steps.get(NANO, ())]
+        return median(shares) if shares else None
+
+    def order_efficiency(self, mode: str = PLANNED) -> float | None:
         """The same where the bound is of the overlapped step's own ops: what a better issue order could still bring."""
-        shares = [step.bound / step.duration for step in self.steps.get(PLANNED, ()) if step.bound is not None]
+        shares = [step.bound / step.duration for step in self.steps.get(mode, ()) if step.bound is not None]
         return median(shares) if shares else None

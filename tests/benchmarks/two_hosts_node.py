@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import compress, permutations
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +142,10 @@ def time_once(llm: Any, workload: Workload, mode: str) -> tuple[float, list[tupl
 
 
 def count_steps(llm: Any) -> tuple[int, int]:
-    """Return how many steps ran unsplit, and how many split, into micro-batches or nano-batches."""
+    """Return how many steps ran as the model itself runs them, and how many with overlap of any kind."""
     statistics = llm.collective_rpc("dbo_statistics")[0]
-    return sum(statistics["declined"].values()), statistics["split"] + statistics["nano"]
+    ran = (statistics[mode] for mode in ("split", "nano", "concurrent"))
+    return sum(statistics["declined"].values()), sum(ran)
 
 
 def look_into(kept: dict[str, Any]) -> StepFigures:
@@ -153,8 +154,24 @@ def look_into(kept: dict[str, Any]) -> StepFigures:
 
     timeline = Timeline.from_dict(kept)
     parts = 1 + max(span.micro_batch for span in timeline.spans)
-    hidden = timeline.overlap("compute", "comm")
-    return StepFigures(timeline.duration, timeline.busy("comm"), hidden, timeline.bound, parts)
+    numbers = [find_nano_batch(span.op) for span in timeline.spans]
+    joint = [span.lane == "compute" and number is None for span, number in zip(timeline.spans, numbers, strict=True)]
+    seconds = sum(span.end - span.start for span in compress(timeline.spans, joint))
+    return StepFigures(
+        timeline.duration,
+        timeline.busy("comm"),
+        timeline.overlap("compute", "comm"),
+        timeline.bound,
+        parts,
+        1 + max((number for number in numbers if number is not None), default=0),
+        seconds / timeline.busy("compute"),
+    )
+
+
+def find_nano_batch(op: str) -> int | None:
+    """Return the number of the nano-batch in an op's name, such as `L3.mlp#1`; None if the op is not of one."""
+    _, mark, number = op.rpartition("#")
+    return int(number) if mark else None
 
 
 def describe(cell: Cell) -> str:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from examples.two_nodes import PARALLEL
 from tests.benchmarks.measured_hosts import DEFAULT_FAMILY, describe_model
 from tests.benchmarks.targets import Target
-from tests.benchmarks.two_hosts_cells import NO_LIMIT, OFF, PLANNED, SYNCHRONOUS, Cell
+from tests.benchmarks.two_hosts_cells import NANO, NO_LIMIT, OFF, PLANNED, SYNCHRONOUS, Cell
 from tests.support.page import make_table
 
 TARGET_RATE, TARGET_PARALLEL, ENOUGH = "200mbit", "tensor", 7  # runs for a verdict
 TARGETS = {"1x2000": (1.30, 1.15, 0.90), "4x500": (1.15, 1.12, 0.90)}  # over off, over synchronous, own bound / T
-SHOWN = (OFF, SYNCHRONOUS, PLANNED)
+SHOWN = (OFF, NANO, PLANNED)
 HEADER = ("link", "workload", *(f"{mode}, s" for mode in SHOWN), "planned in", "over unsplit")
-EVIDENCE = ("link", "workload", "predicted", "hidden", "own bound / T")
+EVIDENCE = ("link", "workload", "over no overlap", "predicted", "hidden", "own bound / T", "of nano-batches")
 REMARKS = """\
-Seconds are medians of the whole `generate`. *No overlap* splits every step in two, one after the other; *planned* is
-`DBO_MODE=auto` with costs that were measured at this rate before: it decides whether to split, into how many
-micro-batches (*planned in*), where, and in which order. The ratio is that of medians, with the quartiles of the ratios
-within a turn in parentheses.""".splitlines()
+Seconds are medians of the whole `generate`. *Nano-batches* splits every step so (`DBO_SPLIT=nano`), in the number that
+costs predict to be best; *planned* is `DBO_MODE=auto` with costs that were measured at this rate before: it decides
+whether to split, into how many micro-batches or nano-batches (*planned in*), where, and in which order. The ratio is
+that of medians, with the quartiles of the ratios within a turn in parentheses.""".splitlines()
 REMARKS_ON_EVIDENCE = """\
-*predicted* is what the costs say of the best split, compared with unsplit; it is taken only where that holds even if
-they are off. *hidden* is the share of communication that ran during computation. *own bound* is the least time that any
-issue order could take for ops that take what they took in that very step, *T* the forward's time.""".splitlines()
+*over no overlap* compares planned steps with steps in two micro-batches that run one after the other. *predicted* is
+what the costs say of the best split, compared with unsplit; it is taken only where that holds even if they are off.
+*hidden* is the share of communication that ran during computation. *own bound* is the least time that any issue order
+could take for ops that take what they took in that very step, *T* the forward's time; *of nano-batches* is the same in
+the steps that were split so.""".splitlines()
 
 
 def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str = DEFAULT_FAMILY) -> list[str]:
@@ -39,6 +42,7 @@ def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str 
         "",
         *REMARKS,
         describe_tokens(cells),
+        *describe_joint(cells),
         "",
         *make_table(EVIDENCE, [row for cell in cells if (row := make_evidence(cell))]),
         "",
@@ -56,12 +60,14 @@ def make_row(cell: Cell) -> list[str]:
 
 def make_evidence(cell: Cell) -> list[str]:
     """Return the cells of a row: what was predicted, and how well it was overlapped; nothing if none of it is known."""
-    shares = (cell.hidden, cell.order_efficiency)
+    shares = (cell.hidden, cell.order_efficiency(), cell.order_efficiency(NANO))
     figures = [
         "–" if cell.predicted is None else f"{cell.predicted:.2f}x",
         *("–" if share is None else f"{share:.2f}" for share in shares),
     ]
-    return [describe_rate(cell), cell.workload, *figures] if set(figures) != {"–"} else []
+    if set(figures) == {"–"}:
+        return []
+    return [describe_rate(cell), cell.workload, f"{cell.gain(SYNCHRONOUS):.2f}x", *figures]
 
 
 def describe_rate(cell: Cell) -> str:
@@ -73,6 +79,18 @@ def describe_tokens(cells: Sequence[Cell]) -> str:
     """Say whether all modes gave the same tokens."""
     different = ", ".join(f"{cell.workload} at {cell.rate}" for cell in cells if not cell.same)
     return f"**Modes gave DIFFERENT tokens**: {different}." if different else "All modes gave the same tokens."
+
+
+def describe_joint(cells: Sequence[Cell]) -> list[str]:
+    """Say how much of the computation nano-batches leave whole, by workload; nothing if that is not known."""
+    shares: dict[str, list[float]] = {}
+    for cell in cells:
+        if cell.joint is not None:
+            shares.setdefault(cell.workload, []).append(cell.joint)
+    if not shares:
+        return []
+    words = ", ".join(f"{workload} {median(found):.0%}" for workload, found in shares.items())
+    return [f"Computation in joint ops, which nano-batches leave whole: {words}."]
 
 
 def describe_gain(cell: Cell, over: str) -> str:
@@ -102,6 +120,6 @@ def find_targets(cells: Sequence[Cell]) -> list[Target]:
         targets += [
             Target(f"{cell.workload}: over {OFF}", over_off, cell.gain(OFF)),
             Target(f"{cell.workload}: over {SYNCHRONOUS}", over_synchronous, cell.gain(SYNCHRONOUS)),
-            Target(f"{cell.workload}: own bound / T", efficiency, cell.order_efficiency),
+            Target(f"{cell.workload}: own bound / T", efficiency, cell.order_efficiency()),
         ]
     return targets

@@ -1,19 +1,31 @@
-"""Compare the ways to overlap within a step: micro-batches, nano-batches, and the order of ops alone."""
+"""Compare the ways to overlap within a step: micro-batches, nano-batches, both, and the order of ops alone.
+
+The planner does not choose micro-batches that are cut into nano-batches: by published costs they gain hardly more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dbo_runtime.batch import Batch
+from dbo_runtime.batch import Batch, BatchSlice, split_evenly
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
+from dbo_runtime.ir.lowering import lower
+from dbo_runtime.ir.nano_batches import NO_ROWS, cut_program
+from dbo_runtime.ir.policies import alternate
 from dbo_runtime.ir.program import Program
+from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
-from dbo_runtime.planner.online.cuts import measure_batch
+from dbo_runtime.planner.online.cuts import measure_batch, measure_slices
+from dbo_runtime.planner.online.named_order import compute_end
 from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.planner.online.predictor import Predictor
+
+MICRO_BATCHES, NANO_BATCHES = (2, 3), (2, 4)
+"""Numbers of micro-batches, and of nano-batches in each, that are tried together."""
 
 
 class Way(NamedTuple):
@@ -23,11 +35,13 @@ class Way(NamedTuple):
         name: name of the way.
         parts: number of micro-batches or nano-batches; 0 for the unsplit step.
         seconds: predicted duration of the step.
+        nano_batches: number of nano-batches in each micro-batch; 0 if these are not cut.
     """
 
     name: str
     parts: int
     seconds: float
+    nano_batches: int = 0
 
 
 def compare_ways(table: CostTable, batch: Batch, config: RuntimeConfig) -> list[Way]:
@@ -36,8 +50,9 @@ def compare_ways(table: CostTable, batch: Batch, config: RuntimeConfig) -> list[
     Raises:
         ConfigError: an op has no cost.
     """
-    planner = Planner(mark_token_wise(build_program(table.program)), table, shapes=[batch])
-    ways = [Way("unsplit", 0, planner.predict_unsplit(measure_batch(batch)))]
+    program = mark_token_wise(build_program(table.program))
+    planner = Planner(program, table, shapes=[batch])
+    ways, both = [Way("unsplit", 0, planner.predict_unsplit(measure_batch(batch)))], list[Way]()
     always = replace(config, mode="always")
     for name, settings in (
         ("micro-batches", replace(always, split="micro")),
@@ -48,7 +63,25 @@ def compare_ways(table: CostTable, batch: Batch, config: RuntimeConfig) -> list[
         if not isinstance(choice, Decline):
             prediction = choice.prediction
             ways.append(Way(name, prediction.nano_batches or prediction.micro_batches, prediction.split))
-    return ways
+    for count in MICRO_BATCHES:
+        choice = planner.choose(batch, replace(always, split="micro", micro_batches=count))
+        if not isinstance(choice, Decline) and len(choice.slices) == count:
+            both += _predict_both(program.fold_side(), table, batch, choice.slices)
+    return [*ways, *sorted(both, key=lambda way: way.seconds)[:1]]
+
+
+def _predict_both(program: Program, table: CostTable, batch: Batch, slices: Sequence[BatchSlice]) -> Iterator[Way]:
+    """Yield what a step takes in these micro-batches, each of which is cut into nano-batches, in alternation."""
+    predictor, micro_batches = Predictor(program, table), measure_slices(batch, slices)
+    for count in NANO_BATCHES:
+        if min(each.tokens for each in micro_batches) < count:
+            continue
+        programs = [cut_program(program, count, NO_ROWS).program] * len(slices)
+        features = [
+            part for each in micro_batches for part in (each, *map(BatchFeatures, split_evenly(each.tokens, count)))
+        ]
+        end = compute_end(predictor.simulate(lower(programs, alternate(programs)), features))
+        yield Way("both", len(slices), table.host.time_split(end, batch.tokens), count)
 
 
 def describe_ways(ways: Sequence[Way]) -> str:
@@ -58,6 +91,7 @@ def describe_ways(ways: Sequence[Way]) -> str:
     for way in ways:
         mark = "*" if way.seconds == fastest else " "
         parts = str(way.parts) if way.parts > 1 else ""
+        parts += f"x{way.nano_batches}" if way.nano_batches else ""
         lines.append(f"{way.name:<16}{parts:>6}{mark} {way.seconds * 1e3:>8.2f}  {unsplit / way.seconds:>7.3f}x")
     return "\n".join(lines)
 

@@ -29,11 +29,14 @@ from dbo_runtime.planner.online.cuts import Cut, Features, measure_batch
 from dbo_runtime.planner.online.durations import Vector
 from dbo_runtime.planner.online.named_order import COMPARED_PERIODS, NamedOrder, RepeatingSchedule
 from dbo_runtime.planner.online.order_book import OrderBook
-from dbo_runtime.planner.online.preparation import Preparation
+from dbo_runtime.planner.online.preparation import SHORTEST_STEP, Preparation
 from dbo_runtime.planner.search.period import keep_few_layers
 
 COUNTS = (1, 2, 3, 4, 6, 8)
 """Numbers of nano-batches to choose from. With 1, nothing is cut: only the model's own ops overlap."""
+
+KEPT_COUNTS = 4
+"""Numbers of nano-batches that steps are predicted with; more would take longer inside a step, and gain little."""
 
 MAX_BOOKS = 4 * len(COUNTS)  # books that are kept, those of earlier settings among them
 POLICIES = (("alternate", 0), ("staggered", 1), ("staggered", 2))
@@ -75,7 +78,8 @@ class NanoOrders:
                 book = self._preparation.make_nano_book(samples, order, self.count_ops(count))
                 self._made[count, config.policy] = book
         known = {count: self._made.get((count, config.policy)) for count in counts}
-        self.books = {count: book for count, book in known.items() if book is not None}
+        books = {count: book for count, book in known.items() if book is not None}
+        self.books = _keep_best(books, [measure_batch(batch) for batch in shapes])
 
     def list_cuts(self, features: BatchFeatures) -> list[Cut]:
         """Return the cuts to predict for a step with these features."""
@@ -134,6 +138,30 @@ class NanoOrders:
         first = sum(count if op.token_wise else 1 for op in few.program.ops[: few.first])
         order = NamedOrder("", (short,), sequential([short]))
         return RepeatingSchedule(order.schedule, first + length, length, few.omitted)
+
+
+def _keep_best(books: dict[int, OrderBook], steps: Sequence[BatchFeatures]) -> dict[int, OrderBook]:
+    """Return few of the books, with which each of *steps* takes about as long as with the best of all."""
+    if len(books) <= KEPT_COUNTS:
+        return books
+    ends = {count: _predict_ends(book, count, steps) for count, book in books.items()}
+    best = np.minimum.reduce([*ends.values()])
+    kept, taken = [min(books)], ends[min(books)]
+    while len(kept) < KEPT_COUNTS:
+        rest = (count for count in books if count not in kept)
+        kept.append(min(rest, key=lambda count: float((np.minimum(taken, ends[count]) / best).max())))
+        taken = np.minimum(taken, ends[kept[-1]])
+    return {count: books[count] for count in sorted(kept)}
+
+
+def _predict_ends(book: OrderBook, count: int, steps: Sequence[BatchFeatures]) -> Vector:
+    """Return the seconds of each step in so many nano-batches [steps]; infinity if it has fewer tokens."""
+    cuts = [cut_step(features, count) for features in steps]
+    possible = np.array([cut is not None for cut in cuts])
+    ends = np.full(len(cuts), np.inf)
+    ends[possible] = book.predict([cut.features for cut in cuts if cut is not None])[0].min(axis=1)
+    raised: Vector = np.maximum(ends, SHORTEST_STEP)
+    return raised
 
 
 def divide_measured(program: Program, table: CostTable) -> Program:

@@ -21,7 +21,7 @@ DECODES = ["plan", "--costs", "r1-tp16-941", "--decodes", "128", "--context", "4
 def test_the_order_alone_is_fastest_for_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(DECODES) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["way", "unsplit", "micro-batches", "nano-batches", "order"]
+    assert [row.split()[0] for row in rows] == ["way", "unsplit", "micro-batches", "nano-batches", "order", "both"]
     assert [row.split()[0] for row in rows if "*" in row] == ["order"]
 
 
@@ -34,7 +34,9 @@ def test_figures_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
         ("micro-batches", 2),
         ("nano-batches", 2),
         ("order alone", 1),
+        ("both", 2),
     ]
+    assert [way["nano_batches"] for way in ways] == [0, 0, 0, 0, 2]
     assert min(ways, key=lambda way: way["seconds"])["name"] == "order alone"
 
 
@@ -42,8 +44,11 @@ def test_figures_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
 def test_micro_batches_are_fastest_for_the_published_prefill() -> None:
     case = get_case("r1-tp16-941")
     ways = compare_ways(case.table, Batch((4096,) * 4, 4 * 4096), RuntimeConfig())
-    assert min(ways, key=lambda way: way.seconds).name == "micro-batches"
-    assert " 3*" in describe_ways(ways)
+    micro, nano, order, both = ways[1:]
+    assert micro.seconds < nano.seconds < order.seconds < ways[0].seconds
+    assert (micro.parts, both.parts, both.nano_batches) == (3, 3, 4)
+    assert both.seconds == pytest.approx(micro.seconds, rel=0.003)  # so the planner need not offer it
+    assert " 3x4" in describe_ways(ways)
 
 
 def test_what_a_program_declares_is_kept() -> None:

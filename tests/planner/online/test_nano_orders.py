@@ -19,6 +19,7 @@ from dbo_runtime.planner.costs.batch_features import BatchFeatures
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.op_cost import ComputeCost
 from dbo_runtime.planner.costs.program_spec import build_program
+from dbo_runtime.planner.online import nano_orders
 from dbo_runtime.planner.online.cuts import measure_batch
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.simulation import predict_timeline
@@ -200,3 +201,18 @@ def test_a_program_that_declares_nothing_token_wise_has_no_nano_batches() -> Non
     declined = planner.choose(PREFILL, RuntimeConfig(split="nano"))
     assert isinstance(declined, Decline)
     assert declined.reason == "nowhere to cut"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_few_numbers_of_nano_batches_are_kept_and_lose_little(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [PREFILL, Batch((4096,), 4096), Batch((500,), 500), Batch((64,), 64)]
+    config, planners = RuntimeConfig(mode="always", split="nano", probation=False), []
+    for kept in (nano_orders.KEPT_COUNTS, len(nano_orders.COUNTS)):
+        monkeypatch.setattr(nano_orders, "KEPT_COUNTS", kept)
+        planner = Planner(record(case), get_case(case).table, shapes=steps)
+        planner.prepare(config)
+        assert len({order.name for order in planner.orders}) == kept
+        planners.append(planner)
+    for step in steps:
+        few, every = (choose(planner, step, split="nano").prediction for planner in planners)
+        assert few.split <= 1.01 * every.split
