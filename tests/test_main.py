@@ -437,6 +437,25 @@ def run_render(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0)
     return output
 
 
+def test_a_schedule_in_nano_batches_is_printed_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--costs", "llama70b-tp8-11329", "--layers", "2", "--nano-batches", "2"]
+    printed = run_render(capsys, *words)
+    assert "layers 2; nano-batches 2; alternate" in printed
+    assert "L0.mlp#1/0" in printed
+    assert "L0.attention/0" in printed
+    assert "L0.attention#" not in printed
+    path = tmp_path / "schedule.txt"
+    path.write_text(printed)
+    assert "valid; the same as" in run_render(capsys, *words, "--check", str(path))
+    assert json.loads(run_render(capsys, *words, "--json"))["nano_batches"] == 2
+
+
+@pytest.mark.parametrize("count", ["0", "65"])
+def test_a_number_of_nano_batches_that_is_not_allowed_is_named(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["render", "--costs", "llama70b-tp8-11329", "--nano-batches", count]) == 2
+    assert f"--nano-batches is {count}; it must be 1 to 64" in capsys.readouterr().err
+
+
 def test_the_source_of_a_schedule_is_printed_behind_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--costs", "a3-layer-4894", "--source")
     printed = run_render(capsys, *words)

@@ -14,13 +14,15 @@ from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.errors import ConfigError, ScheduleError
 from dbo_runtime.ir.codegen import Issuing, write_source
 from dbo_runtime.ir.lowering import lower
-from dbo_runtime.ir.policies import get_policy
+from dbo_runtime.ir.nano_batches import NO_ROWS, cut_program
+from dbo_runtime.ir.policies import get_policy, sequential
 from dbo_runtime.ir.render import digest, name_issue, parse, render
 from dbo_runtime.ir.schedule import Schedule
 from dbo_runtime.ir.validate import validate
 from dbo_runtime.lab.oracle.orders import Orders
 from dbo_runtime.lab.whatif.published_cases import open_costs
 from dbo_runtime.lab.whatif.scale import count_layers
+from dbo_runtime.lab.whatif.ways import mark_token_wise
 from dbo_runtime.outside_files import MAX_FILE_BYTES, read_text
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program, repeat_runs
@@ -28,7 +30,9 @@ from dbo_runtime.planner.online.cuts import measure_slices
 from dbo_runtime.planner.online.planner import SEARCH_STATES
 from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.setting_sources import read_options
-from dbo_runtime.setting_values import name_policy
+from dbo_runtime.setting_values import MAX_MICRO_BATCHES, name_policy
+
+ALTERNATE = ("alternate", 0)
 
 DEFAULT_TOKENS = 8192  # tokens of the step to search an order for, if the costs have no step
 NOTE = "#"  # start of lines outside the table, which are skipped when it is read
@@ -51,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="N",
         help="number of micro-batches (default: %(default)s, which is 2)",
+    )
+    parser.add_argument(
+        "--nano-batches",
+        type=int,
+        metavar="N",
+        help="cut single ops into N nano-batches instead; `optimal` lets them alternate",
     )
     parser.add_argument(
         "--policy", default="optimal", metavar="NAME", help="issue order, as in DBO_POLICY (default: %(default)s)"
@@ -77,7 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
     table, usual = open_costs(arguments.costs)
     table = _set_layers(table, arguments.layers)
     config = read_options({"--micro-batches": arguments.micro_batches, "--policy": arguments.policy})
-    schedule = _make_schedule(table, usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS), config)
+    count = arguments.nano_batches
+    if count is None:
+        schedule = _make_schedule(table, usual or Batch((DEFAULT_TOKENS,), DEFAULT_TOKENS), config)
+    else:
+        config = replace(config, policy=ALTERNATE) if config.policy[0] == "optimal" else config
+        schedule = _make_nano_schedule(table, count, config)
     validate(schedule)
     if arguments.check is not None:
         return _check(Path(arguments.check), schedule, arguments.json)
@@ -116,10 +131,21 @@ def _make_schedule(table: CostTable, batch: Batch, config: RuntimeConfig) -> Sch
     return oracle.choose_best(measure_slices(batch, slices), config).schedule
 
 
+def _make_nano_schedule(table: CostTable, count: int, config: RuntimeConfig) -> Schedule:
+    """Return the schedule of a step in nano-batches, in the order of a common policy."""
+    if not 1 <= count <= MAX_MICRO_BATCHES:
+        raise ConfigError(f"--nano-batches is {count}; it must be 1 to {MAX_MICRO_BATCHES}.")
+    program = mark_token_wise(build_program(table.program)).fold_side()
+    cut = cut_program(program, count, NO_ROWS, get_policy(*config.policy)).program if count > 1 else program
+    return lower([cut], sequential([cut]))
+
+
 def _describe(schedule: Schedule, facts: dict[str, Any]) -> str:
     waits = sum(len(instruction.waits) for instruction in schedule.instructions)
     counts = f"{len(schedule.instructions)} instructions, {waits} waits"
-    about = f"{facts['costs']}; layers {facts['layers']}; micro-batches {len(schedule.programs)}; {facts['policy']}"
+    nano_batches = schedule.programs[0].nano_batches
+    parts = f"nano-batches {nano_batches}" if nano_batches else f"micro-batches {len(schedule.programs)}"
+    about = f"{facts['costs']}; layers {facts['layers']}; {parts}; {facts['policy']}"
     return (
         f"{NOTE} {about}\n{NOTE} {counts}, digest {digest(schedule)}; all rules of validation hold\n{render(schedule)}"
     )
@@ -134,6 +160,7 @@ def _list(schedule: Schedule) -> dict[str, Any]:
     programs = schedule.programs
     return {
         "micro_batches": len(programs),
+        "nano_batches": programs[0].nano_batches,
         "digest": digest(schedule),
         "lanes": list(schedule.lanes),
         "forks": list(schedule.forks),
