@@ -47,7 +47,7 @@ class DeepseekV4Adapter:
         return self.decline_config(decoder.config)
 
     def decline_config(self, config: Any, dtype: str = "") -> Decline | None:
-        """Return why no model of this configuration can be split, or None."""
+        """Return why no model of this configuration can be split, or has micro-batches; None if there is no reason."""
         if getattr(config, "use_index_cache", False):
             return Decline("layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)")
         if getattr(config, "vision_n_layers", 0) > 0:

@@ -21,6 +21,7 @@ from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import build_program
 from dbo_runtime.planner.online.cuts import measure_batch, measure_slices
 from dbo_runtime.planner.online.named_order import compute_end
+from dbo_runtime.planner.online.nano_orders import divide_measured
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.predictor import Predictor
 
@@ -63,10 +64,11 @@ def compare_ways(table: CostTable, batch: Batch, config: RuntimeConfig) -> list[
         if not isinstance(choice, Decline):
             prediction = choice.prediction
             ways.append(Way(name, prediction.nano_batches or prediction.micro_batches, prediction.split))
+    divided = divide_measured(program.fold_side(), table)
     for count in MICRO_BATCHES:
         choice = planner.choose(batch, replace(always, split="micro", micro_batches=count))
         if not isinstance(choice, Decline) and len(choice.slices) == count:
-            both += _predict_both(program.fold_side(), table, batch, choice.slices)
+            both += _predict_both(divided, table, batch, choice.slices)
     return [*ways, *sorted(both, key=lambda way: way.seconds)[:1]]
 
 

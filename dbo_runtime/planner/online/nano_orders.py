@@ -141,7 +141,7 @@ class NanoOrders:
 
 
 def _keep_best(books: dict[int, OrderBook], steps: Sequence[BatchFeatures]) -> dict[int, OrderBook]:
-    """Return few of the books, with which each of *steps* takes about as long as with the best of all."""
+    """Return few of the books: by each table, each of *steps* takes about as long with these as with all."""
     if len(books) <= KEPT_COUNTS:
         return books
     ends = {count: _predict_ends(book, count, steps) for count, book in books.items()}
@@ -155,11 +155,12 @@ def _keep_best(books: dict[int, OrderBook], steps: Sequence[BatchFeatures]) -> d
 
 
 def _predict_ends(book: OrderBook, count: int, steps: Sequence[BatchFeatures]) -> Vector:
-    """Return the seconds of each step in so many nano-batches [steps]; infinity if it has fewer tokens."""
+    """Return the seconds of each step in so many nano-batches [tables, steps]; infinity if it has fewer tokens."""
     cuts = [cut_step(features, count) for features in steps]
-    possible = np.array([cut is not None for cut in cuts])
-    ends = np.full(len(cuts), np.inf)
-    ends[possible] = book.predict([cut.features for cut in cuts if cut is not None])[0].min(axis=1)
+    possible = [number for number, cut in enumerate(cuts) if cut is not None]
+    predicted = book.predict([cut.features for cut in cuts if cut is not None]).min(axis=2)
+    ends = np.full((len(predicted), len(cuts)), np.inf)
+    ends[:, possible] = predicted
     raised: Vector = np.maximum(ends, SHORTEST_STEP)
     return raised
 

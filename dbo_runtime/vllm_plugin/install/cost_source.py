@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError, DboError
 from dbo_runtime.planner.costs.cost_file import load_costs, name_stage_file, save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable
 from dbo_runtime.planner.costs.program_spec import are_alike, describe_program
-from dbo_runtime.planner.online.graph_planner import GraphPlanner
+from dbo_runtime.planner.online.graph_planner import choose_graphs
 from dbo_runtime.planner.online.planner import Planner
 from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.install.cost_identity import Identity
@@ -38,6 +40,7 @@ class CostSource:
         forward: the model's forward.
         identity: the conditions that costs must match.
         rank: the context of this rank.
+        is_early: whether costs were loaded before vLLM captured graphs.
 
     Args:
         metrics: counts, which show that costs are known; None on ranks that do not count.
@@ -59,7 +62,7 @@ class CostSource:
         self._log = rank.log
         self._stage = rank.stage.name
         self._metrics = metrics
-        self._is_prepared = False
+        self.is_early = False
         scheduler = rank.vllm_config.scheduler_config
         self._limits = ServingLimits(
             tokens=scheduler.max_num_batched_tokens,
@@ -72,13 +75,7 @@ class CostSource:
         return self.forward.runtime
 
     def prepare(self, config: RuntimeConfig) -> None:
-        """Calibrate or load, according to the settings. After any error, serve by the thresholds.
-
-        The first call does so, and others do nothing.
-        """
-        if self._is_prepared:
-            return
-        self._is_prepared = True
+        """Calibrate or load, according to the settings. After any error, serve by the thresholds."""
         try:
             if config.calibrate:
                 self.calibrate(config.costs)
@@ -94,16 +91,18 @@ class CostSource:
         """
         compilation = self.rank.vllm_config.compilation_config
         captures = compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_full_cudagraphs()
-        if not captures or config.calibrate or not config.costs or config.mode != "auto":
+        is_compared = bool(config.check) or self.forward.decider.first_steps is not None
+        if not captures or is_compared or config.calibrate or not config.costs or config.mode != "auto":
             return
         self.prepare(config)
+        self.is_early = True
         if self._runtime.planner is None:
             return
-        warm_up, sizes = self.forward.decider.warm_up, tuple(compilation.cudagraph_capture_sizes or ())
+        sizes = sorted({*(compilation.cudagraph_capture_sizes or ())})
         try:
-            self._prepare_alike(partial(self._prepare_graph_planner, self._runtime.planner.table, sizes))
+            self._prepare_alike(partial(self._choose_graphs, self._runtime.planner.table, sizes, self._gather_limits()))
         except ConfigError as error:
-            warm_up.graphs = None
+            self.forward.decider.warm_up.graphs = {}
             self._log.warning("vLLM's graphs hold the model's own forward", reason=str(error))
 
     def load(self, path: str) -> None:
@@ -190,9 +189,7 @@ class CostSource:
                 previous planner stays in use.
         """
         runtime, before, start = self._runtime, self._runtime.planner, time.perf_counter()
-        limits = ServingLimits(
-            **gather(self._group, asdict(self._limits))[0]
-        )  # vLLM's defaults differ without a server
+        limits = self._gather_limits()
         try:
             self._prepare_alike(lambda: self._prepare_planner(table, limits))
         except ConfigError:
@@ -219,11 +216,25 @@ class CostSource:
         runtime.prepare(runtime.config)
         return planner.digest
 
-    def _prepare_graph_planner(self, table: CostTable, sizes: tuple[int, ...]) -> str:
+    def _choose_graphs(self, table: CostTable, sizes: Sequence[int], limits: ServingLimits) -> str:
+        """Choose the program of each graph, and make its executor. Return a text that identifies the choices."""
         runtime = self._runtime
-        graphs = GraphPlanner(runtime.program, table, sizes, self._limits, runtime.rows)
-        self.forward.decider.warm_up.graphs = graphs
-        return graphs.prepare(runtime.config)
+        graphs = self.forward.decider.warm_up.graphs = choose_graphs(
+            runtime.program, table, sizes, limits, runtime.config
+        )
+        digests: dict[int, str] = {}
+        for size, choice in graphs.items():
+            plan = choice if isinstance(choice, Decline) else runtime.plan(Batch((size,), 0), (), choice)
+            if isinstance(choice, Decline) or isinstance(plan, Decline):
+                continue
+            digests[size] = plan.digest
+            expected = str(choice.prediction)
+            self._log.info("a graph of decodes is to hold concurrent ops", tokens=size, expected=expected)
+        return str(digests)
+
+    def _gather_limits(self) -> ServingLimits:
+        """Return the limits of the first rank's scheduler. vLLM's defaults differ without a server."""
+        return ServingLimits(**gather(self._group, asdict(self._limits))[0])
 
     def _prepare_alike(self, prepare: Callable[[], str]) -> None:
         """Prepare issue orders on all ranks. *prepare* returns a text that identifies them. Collective.

@@ -67,8 +67,9 @@ class ServedModel:
             runtime = self.forward.runtime
             if self.compiler is not None:  # compile first, because costs must be those of the served ops
                 self.compiler.compile(runtime.program)
-            if self.costs is not None:
+            if self.costs is not None and not self.costs.is_early:
                 self.costs.prepare(runtime.config)
+            self.forward.decider.warm_up.graphs = {}  # they are captured
             decline = self.forward.start_serving(is_final)
             if self.announcement is not None and self.forward.decider.refusal is None:  # which is in the log already
                 self.announcement.make(decline)

@@ -99,7 +99,7 @@ class StepDecider:
     def limit(self, config: RuntimeConfig) -> RuntimeConfig:
         """Return these settings; if the model has no micro-batches, nano-batches are all that `auto` can choose.
 
-        Then no op runs on `side`, either.
+        Then no op runs on `side`, either, because whole steps of such models have not been compared with that.
         """
         if self.no_micro is None:
             return config

@@ -64,10 +64,6 @@ class FirstSteps:
         """Return whether a step of this class is still to be compared. All ranks must ask for the same class."""
         return self._compared.get(step_class, 0) < COMPARED_STEPS
 
-    def has_compared(self, step_class: Hashable) -> bool:
-        """Return whether a step of this class was compared. If any differed, `failure` says so."""
-        return step_class in self._compared
-
     def observe(self, step_class: Hashable, difference: str) -> Decline | None:
         """Count a compared step. End splitting, and log it, if there is a *difference*, which is equal on all ranks."""
         self._compared[step_class] = self._compared.get(step_class, 0) + 1

@@ -138,8 +138,9 @@ class SplitForward:
         unsupported = self.runner.check(arguments)
         if self.phase is Phase.SERVING:
             return self.decider.decide(arguments.tokens, unsupported)
-        is_checked, first_steps = bool(self.runtime.config.check), self.decider.first_steps
-        return self.decider.warm_up.decide(self.phase, arguments.tokens, unsupported, is_checked, first_steps)
+        is_compared = bool(self.runtime.config.check) or self.decider.first_steps is not None
+        unsupported = unsupported or self.decider.refusal
+        return self.decider.warm_up.decide(self.phase, arguments.tokens, unsupported, is_compared)
 
     def _run(
         self, decision: StepDecision, arguments: StepArguments, repetition: Repetition | None, planning: float

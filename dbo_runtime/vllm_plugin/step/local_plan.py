@@ -83,17 +83,10 @@ class LocalPlanner:
         return contexts if isinstance(contexts, Decline) else StepDecision(plan, contexts)
 
     def plan_whole(
-        self,
-        context: ForwardContext,
-        tokens: int,
-        choice: SplitChoice | None = None,
-        sizes: Sequence[Sequence[int]] = (),
+        self, context: ForwardContext, tokens: int, choice: SplitChoice | None = None
     ) -> StepDecision | Decline:
-        """Plan all tokens of a step as one batch, as the planner chose, or else with ops on the lanes that are forced.
-
-        *sizes* are the tokens of all data parallel ranks in each nano-batch, if there are several.
-        """
-        return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), (), choice), sizes)
+        """Plan all tokens of a step as one batch, as the planner chose; without a choice, as the settings force it."""
+        return self.add_contexts(context, self._runtime.plan(Batch((tokens,), 0), (), choice))
 
     def plan_nano_batches(
         self, context: ForwardContext, tokens: int, shared: SharedSplit, rank: int | None

@@ -8,12 +8,50 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
+from dbo_runtime.batch import Batch
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.devices.virtual import VirtualDevice
+from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.errors import ConfigError
+from dbo_runtime.ir.program import ProgramBuilder
+from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
+from dbo_runtime.planner.online.planner import Planner
+from dbo_runtime.vllm_plugin.install import cost_source
 from dbo_runtime.vllm_plugin.install.cost_source import CostSource
-from tests.support.vllm.forwards import Lines, Model, make_forward
+from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
+from dbo_runtime.vllm_plugin.step.decision import StepDecider
+from dbo_runtime.vllm_plugin.step.forward import SplitForward
+from dbo_runtime.vllm_plugin.step.tensor_rows import TENSOR_ROWS
+from tests.support.planner.machines import make_table
+from tests.support.vllm.forwards import ONE_RANK, Lines, Model, Splitter
+from tests.support.vllm.split_forwards import assemble
 
+OTHER = ["", "issue orders cannot be prepared: no memory"]
 FILE = RuntimeConfig(mode="auto", costs="costs.json")
+
+
+def make_forward() -> SplitForward:
+    """Return a forward whose dispatch can run beside what computes."""
+    p = ProgramBuilder()
+    x, positions = p.input("x"), p.input("positions", token_dim=-1)
+    p.comm("dispatch", lambda positions: positions + 1, positions)
+    program = p.build(p.compute("compute", Model().compute, x, positions, token_wise=True))
+    config, splitter, group = RuntimeConfig(mode="auto"), Splitter(), ONE_RANK
+    runtime = MicroBatchRuntime(program, VirtualDevice(lambda step: 1.0), config, Lines(), rows=TENSOR_ROWS)
+    agreement = Agreement(group)
+    return assemble(Model(), StepDecider(runtime, splitter, agreement, "network"), agreement)
+
+
+def load_costs(source: Any, dispatch: float) -> None:
+    """Let the source load costs by which a dispatch takes so many seconds, and what computes 1 ms."""
+    runtime = source.forward.runtime
+    ops: dict[str, OpCost] = {"dispatch": CommCost(dispatch, 0.0, 1.0), "compute": ComputeCost(1e-3)}
+    planner = Planner(runtime.program, make_table(runtime.program, ops), rows=TENSOR_ROWS)
+
+    def load(path: str) -> None:
+        runtime.planner = planner
+
+    source.load = load
 
 
 def make_source(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY) -> Any:
@@ -29,7 +67,8 @@ def make_source(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode = CUDAGraph
         stage=SimpleNamespace(name=""),
         vllm_config=vllm_config,
     )
-    source: Any = CostSource(None, make_forward(Model()), None, rank)  # type: ignore[arg-type]
+    rank.log.warning = rank.log.info
+    source: Any = CostSource(None, make_forward(), None, rank)  # type: ignore[arg-type]
     source.loaded = []
     monkeypatch.setattr(source, "load", source.loaded.append)
     return source
@@ -38,8 +77,31 @@ def make_source(monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode = CUDAGraph
 def test_a_file_is_loaded_before_graphs_are_captured_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(monkeypatch)
     source.prepare_graphs(FILE)
-    source.prepare(FILE)
-    assert source.loaded == ["costs.json"]
+    assert (source.loaded, source.is_early) == (["costs.json"], True)
+
+
+def test_programs_are_chosen_and_their_executors_made_before_graphs_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = make_source(monkeypatch)
+    load_costs(source, dispatch=1e-3)
+    source.prepare_graphs(FILE)
+    graphs = source.forward.decider.warm_up.graphs
+    assert {size: choice.order.name for size, choice in graphs.items()} == {1: "nano-1", 2: "nano-1"}
+    assert source.rank.log.events.count("a graph of decodes is to hold concurrent ops") == 2
+    made = source.forward.runtime.describe_caches()["executors"][0]
+    for size, choice in graphs.items():
+        source.forward.runtime.plan(Batch((size,), 0), (), choice)
+    assert source.forward.runtime.describe_caches()["executors"][0] == made > 0
+
+
+def test_if_one_rank_cannot_choose_all_capture_the_models_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_source(monkeypatch)
+    load_costs(source, dispatch=1e-3)
+    monkeypatch.setattr(cost_source, "gather", lambda group, own: [own, OTHER] if isinstance(own, list) else [own])
+    source.prepare_graphs(FILE)
+    assert source.forward.decider.warm_up.graphs == {}
+    assert source.rank.log.events[-1] == "vLLM's graphs hold the model's own forward"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +121,7 @@ def test_elsewhere_nothing_is_loaded_early(
     source = make_source(monkeypatch, mode)
     source.prepare_graphs(config)
     assert source.loaded == []
-    assert source.forward.decider.warm_up.graphs is None
+    assert source.forward.decider.warm_up.graphs == {}
 
 
 def test_costs_that_cannot_be_used_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +132,7 @@ def test_costs_that_cannot_be_used_are_told_once(monkeypatch: pytest.MonkeyPatch
         raise ConfigError("of another model")
 
     monkeypatch.setattr(source, "load", fail)
-    source.rank.log.warning = source.rank.log.info
     source.prepare_graphs(FILE)
-    source.prepare(FILE)
-    assert source.loaded == ["costs.json"]
+    assert (source.loaded, source.is_early) == (["costs.json"], True)
     assert source.rank.log.events == ["no costs to plan with; DBO_MODE=auto goes by the thresholds"]
-    assert source.forward.decider.warm_up.graphs is None
+    assert source.forward.decider.warm_up.graphs == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from dbo_runtime.config import RuntimeConfig
+from dbo_runtime.decline import Decline
 from dbo_runtime.devices.virtual import VirtualDevice
 from dbo_runtime.engine.runtime import MicroBatchRuntime
 from dbo_runtime.ir.program import ProgramBuilder
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, OpCost
-from dbo_runtime.planner.online.graph_planner import GraphPlanner
+from dbo_runtime.planner.online.graph_planner import choose_graphs
+from dbo_runtime.planner.online.shapes import ServingLimits
 from dbo_runtime.vllm_plugin.context.batch_size import BatchSize
 from dbo_runtime.vllm_plugin.parallel.agreement import Agreement
 from dbo_runtime.vllm_plugin.step.decision import StepDecider
@@ -47,8 +50,8 @@ def make_forward(model: Model, dispatch: float = 1e-3, host_sync: bool = False, 
     agreement = Agreement(group)
     forward = assemble(model, StepDecider(runtime, splitter, agreement, "network"), agreement)
     ops: dict[str, OpCost] = {"dispatch": CommCost(dispatch, 0.0, 1.0), "compute": ComputeCost(1e-3)}
-    graphs = forward.decider.warm_up.graphs = GraphPlanner(program, make_table(program, ops), (8,), rows=TENSOR_ROWS)
-    graphs.prepare(config)
+    table = make_table(program, ops)
+    forward.decider.warm_up.graphs = choose_graphs(program, table, [8], ServingLimits(), config)
     forward.phase = Phase.STARTING
     return forward
 
@@ -78,25 +81,16 @@ def test_a_decode_is_captured_with_concurrent_ops_where_that_gains(mode: CUDAGra
     assert (count(forward), model.unsplit) == ((1, 0), [])
 
 
-def test_the_log_says_once_which_graphs_hold_them() -> None:
-    forward = make_forward(Model())
-    for mode in (NONE, FULL):
-        run(forward, make_dummy(mode))
-    assert forward.runtime.log.events.count("the graph of a decode holds concurrent ops") == 1  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("context", "options"),
     [
         (make_dummy(FULL), {"dispatch": 1e-6}),
-        (make_dummy(FULL), {"mode": "always"}),
-        (make_dummy(FULL), {"mode": "off"}),
         (make_dummy(FULL), {"host_sync": True}),
         (make_dummy(FULL), {"check": True}),
         (replace(make_dummy(PIECEWISE), attn_metadata={}), {}),
         (replace(make_dummy(NONE), attn_metadata={}), {}),
     ],
-    ids=["no gain", "always", "off", "waits", "checked", "piecewise: a piece has no attention", "profiling"],
+    ids=["no gain", "waits", "checked", "piecewise: a piece has no attention", "profiling"],
 )
 def test_other_graphs_hold_the_models_own_forward(context: ForwardContext, options: dict[str, Any]) -> None:
     model = Model()
@@ -114,33 +108,32 @@ def test_what_is_no_decode_is_not_planned_like_one(size: BatchSize | None) -> No
     assert count(forward) == (0, 1)
 
 
+@pytest.mark.parametrize("tokens", [[8, 7], [7, 8]])
+def test_data_parallel_ranks_of_different_sizes_capture_their_own_forward(tokens: list[int]) -> None:
+    forward = make_forward(Model())
+    of_ranks: Any = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens))
+    run(forward, make_dummy(FULL, dp_metadata=of_ranks))
+    assert count(forward) == (0, 1)
+
+
 def test_without_costs_graphs_hold_the_models_own_forward() -> None:
     forward = make_forward(Model())
-    forward.decider.warm_up.graphs = None
+    forward.decider.warm_up.graphs = {}
     run(forward, make_dummy(FULL))
     assert count(forward) == (0, 1)
 
 
-def test_where_first_steps_are_compared_the_run_before_the_capture_is() -> None:
-    """A capture gives no results, so a step that was not compared is not captured with concurrent ops."""
-    model = Model()
-    forward = make_forward(model)
+@pytest.mark.parametrize("mode", [NONE, FULL])
+def test_where_first_steps_are_compared_graphs_hold_the_models_own_forward(mode: CUDAGraphMode) -> None:
+    """A replay gives no results to compare."""
+    forward = make_forward(Model())
     forward.decider.first_steps = FirstSteps(Lines())  # type: ignore[arg-type]
-    run(forward, make_dummy(FULL))
+    run(forward, make_dummy(mode))
     assert count(forward) == (0, 1)
-    assert torch.equal(run(forward, make_dummy(NONE)), EXPECTED)
-    assert (count(forward), len(model.unsplit)) == ((1, 1), 2)  # the second is the one that it is compared with
+
+
+def test_after_a_failed_rehearsal_graphs_hold_the_models_own_forward() -> None:
+    forward = make_forward(Model())
+    forward.decider.refusal = Decline("an op fails")
     run(forward, make_dummy(FULL))
-    assert (count(forward), len(model.unsplit)) == ((2, 1), 2)
-
-
-def test_after_a_difference_no_graph_holds_concurrent_ops() -> None:
-    model = Model()
-    model.slip = 1.0  # of its own forward
-    forward = make_forward(model)
-    forward.decider.first_steps = FirstSteps(Lines())  # type: ignore[arg-type]
-    assert torch.equal(run(forward, make_dummy(NONE)), EXPECTED + model.slip)
-    for mode in (NONE, FULL):
-        assert torch.equal(run(forward, make_dummy(mode)), EXPECTED + model.slip)
-    assert count(forward) == (1, 2)
-    assert "the first split steps differ from unsplit ones" in forward.runtime.statistics.declined
+    assert forward.runtime.statistics.declined == {"starting up": 1}

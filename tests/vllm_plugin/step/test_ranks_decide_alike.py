@@ -278,7 +278,7 @@ def decide(decider: StepDecider, phase: Phase, rank: Rank, context: ForwardConte
         with override_forward_context(context):
             if phase is Phase.SERVING:
                 return decider.decide(rank.tokens, unsupported)
-            return decider.warm_up.decide(phase, rank.tokens, unsupported, is_checked=False, first_steps=None)
+            return decider.warm_up.decide(phase, rank.tokens, unsupported, is_compared=False)
     except Exception as error:  # noqa: BLE001 - the test is about it
         return error
     finally:
