@@ -19,7 +19,7 @@ from typing import Any
 from examples.compare_modes import gather
 from examples.network_hosts import Host
 from examples.two_nodes import OPTIONS, join_data_parallel, join_tensor_parallel, let_workers_go_first
-from tests.benchmarks.two_hosts_cells import MODES, NO_LIMIT, OFF, PLANNED, Cell, StepFigures
+from tests.benchmarks.two_hosts_cells import MODES, NANO, NO_LIMIT, OFF, PLANNED, Cell, StepFigures
 from tests.benchmarks.workloads import Workload, read_workload, run
 
 ORDERS = tuple(permutations(MODES))  # what ran before leaves its mark on caches and on the link
@@ -93,15 +93,15 @@ def set_rate(interfaces: list[str], rate: str) -> None:
 
 def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int) -> Cell:
     """Time each mode *repeat* times in turn, after a round to warm up, and look into some steps."""
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES if mode != NANO or has_nano_batches(llm, workload)}
     answers = set()
     for turn in range(repeat + 1):
-        for mode in ORDERS[turn * STRIDE % len(ORDERS)]:
+        for mode in filter(seconds.__contains__, ORDERS[turn * STRIDE % len(ORDERS)]):
             taken, tokens = time_once(llm, workload, mode)
             answers.add(tuple(tokens))
             if turn:
                 seconds[mode].append(taken)
-    steps: dict[str, list[StepFigures]] = {mode: [] for mode in MODES if mode != OFF}
+    steps: dict[str, list[StepFigures]] = {mode: [] for mode in seconds if mode != OFF}
     for _ in range(TIMELINES):
         for mode, kept in steps.items():
             llm.collective_rpc("dbo_configure", args=(MODES[mode],))
@@ -110,6 +110,14 @@ def measure(llm: Any, parallel: str, rate: str, workload: Workload, repeat: int)
             kept += gather(llm, [look_into(timeline) for timeline in timelines])
     same = all(gather(llm, [len(answers) == 1]))
     return Cell(parallel, rate, workload.name, seconds, steps, same, predict(llm, workload))
+
+
+def has_nano_batches(llm: Any, workload: Workload) -> bool:
+    """Return whether steps are cut into nano-batches. Of a model without an adapter they are not."""
+    llm.collective_rpc("dbo_configure", args=(MODES[NANO],))
+    before = count_steps(llm)[1]
+    run(llm, workload)
+    return count_steps(llm)[1] > before
 
 
 def predict(llm: Any, workload: Workload) -> float | None:
@@ -176,7 +184,7 @@ def find_nano_batch(op: str) -> int | None:
 
 def describe(cell: Cell) -> str:
     """Return one line."""
-    times = ", ".join(f"{mode} {cell.median(mode):.3f} s" for mode in MODES)
+    times = ", ".join(f"{mode} {cell.median(mode):.3f} s" for mode in cell.seconds)
     return f"{cell.parallel}, {cell.rate}, {cell.workload}: {times}"
 
 

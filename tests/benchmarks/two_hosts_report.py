@@ -54,7 +54,7 @@ def write_report(cells: Sequence[Cell], repeat: int, dispatch: str, family: str 
 
 def make_row(cell: Cell) -> list[str]:
     """Return the cells of a row: what was gained."""
-    seconds = (f"{cell.median(mode):.3f}" for mode in SHOWN)
+    seconds = (f"{cell.median(mode):.3f}" if mode in cell.seconds else "–" for mode in SHOWN)
     return [describe_rate(cell), cell.workload, *seconds, cell.parts, describe_gain(cell, OFF)]
 
 
