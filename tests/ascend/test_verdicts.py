@@ -25,6 +25,7 @@ UNSPLIT, NANO, MICRO = "unsplit", "split into nano-batches", "split"
 PROMPTS = make_prompts(96, 64, 160, 128)
 SAMPLE = (  # of each verdict one, and of each layout
     "DeepseekV3ForCausalLM W8A8_DYNAMIC deepseek_mtp TP2 DP2 EP eplb16 shdp",
+    "DeepseekV41ForCausalLM W8A8_DYNAMIC TP2 DP2 EP",
     "Glm5NextForConditionalGeneration W8A8_DYNAMIC deepseek_mtp TP2 EP",
     "GlmMoeDsaForCausalLM W8A8_DYNAMIC deepseek_mtp TP2 PP2 EP fc1 dsacp fmc2 li_c8",
     "KimiK25ForConditionalGeneration W4A8_DYNAMIC TP2 DP2 EP",

@@ -10,6 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from dbo_models.deepseek_v4 import DeepseekV4Adapter
+from dbo_models.deepseek_v41 import DeepseekV41Adapter
+from dbo_runtime.adapters.contract import ModelAdapter
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.ir.program import Program, ProgramBuilder
@@ -124,3 +127,25 @@ def test_a_model_with_both_has_no_such_reason(declines: list[Decline]) -> None:
     found = record(Adapter(token_wise=True))
     assert isinstance(found, RecordedModel)
     assert found.no_micro is None
+
+
+@pytest.mark.parametrize(
+    ("adapter", "config", "expected"),
+    [
+        (DeepseekV4Adapter(), {}, None),
+        (DeepseekV4Adapter(), {"vision_n_layers": 0}, None),
+        (DeepseekV4Adapter(), {"vision_n_layers": 27}, True),
+        (DeepseekV4Adapter(), {"use_index_cache": True, "vision_n_layers": 27}, False),
+        (DeepseekV41Adapter(), {}, True),
+    ],
+    ids=["V4", "V4 without an encoder", "V4 that sees images", "V4 that passes on keys", "V4.1"],
+)
+def test_a_configuration_tells_before_the_load_that_a_model_has_nano_batches_only(
+    adapter: ModelAdapter, config: dict[str, Any], expected: bool | None
+) -> None:
+    """So the doctor says what a server does (`make verdicts`)."""
+    vllm_config: Any = make_config()
+    vllm_config.model_config.hf_text_config = SimpleNamespace(**config)
+    vllm_config.model_config.dtype = torch.bfloat16
+    found = [each.only_micro for each in list_declines(vllm_config, RuntimeConfig(), adapter)]
+    assert found == ([] if expected is None else [expected])
