@@ -25,7 +25,7 @@ TOKENS = 17
 IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
 GATHER, SHARED_EXPERTS = "HcclAllGather", {"Matmul", "SwiGlu"}
 SIZES = GRAPHS["compilation_config"]["cudagraph_capture_sizes"]
-HELD = "a graph of decodes is to hold concurrent ops"
+HELD = "a graph of decodes holds concurrent ops"
 
 
 def write_costs(engine: Engine, rank: int, path: str) -> None:

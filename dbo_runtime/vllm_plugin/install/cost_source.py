@@ -225,11 +225,8 @@ class CostSource:
         digests: dict[int, str] = {}
         for size, choice in graphs.items():
             plan = choice if isinstance(choice, Decline) else runtime.plan(Batch((size,), 0), (), choice)
-            if isinstance(choice, Decline) or isinstance(plan, Decline):
-                continue
-            digests[size] = plan.digest
-            expected = str(choice.prediction)
-            self._log.info("a graph of decodes is to hold concurrent ops", tokens=size, expected=expected)
+            if not isinstance(plan, Decline):
+                digests[size] = plan.digest
         return str(digests)
 
     def _gather_limits(self) -> ServingLimits:

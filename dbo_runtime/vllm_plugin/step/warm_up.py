@@ -81,4 +81,8 @@ class WarmUp:
             return STARTING_UP  # no decode
         if of_ranks is not None and set(of_ranks.num_tokens_across_dp_cpu.tolist()) != {tokens}:
             return STARTING_UP  # data parallel ranks would choose by different sizes
-        return self._local.plan_whole(context, tokens, choice)
+        planned = self._local.plan_whole(context, tokens, choice)
+        if not isinstance(planned, Decline) and context.cudagraph_runtime_mode.name == "FULL":
+            expected = str(choice.prediction)
+            self._runtime.log.info("a graph of decodes holds concurrent ops", tokens=tokens, expected=expected)
+        return planned

@@ -81,6 +81,14 @@ def test_a_decode_is_captured_with_concurrent_ops_where_that_gains(mode: CUDAGra
     assert (count(forward), model.unsplit) == ((1, 0), [])
 
 
+def test_the_log_says_once_which_graphs_hold_them() -> None:
+    forward = make_forward(Model())
+    for mode in (NONE, FULL):
+        run(forward, make_dummy(mode))
+    log: Any = forward.runtime.log
+    assert log.events.count("a graph of decodes holds concurrent ops") == 1
+
+
 @pytest.mark.parametrize(
     ("context", "options"),
     [
