@@ -74,6 +74,12 @@ ASCEND_REMEDIES = (
         "DBO_SPLIT=nano, or `auto`",
     ),
     Remedy(
+        ("not supported yet: int8 caches of dense attention (kv_cache_type: C8)",),
+        "steps have nano-batches only: the second part of a prompt that is cut would read the first part's keys in "
+        "int8, where its step has them in floats",
+        "DBO_SPLIT=nano, or `auto`",
+    ),
+    Remedy(
         ("not supported yet: FlashComm with sparse attention and vllm-ascend 0.23, without enable_dsa_cp",),
         "steps have nano-batches only: a micro-batch has no cache slots for the tokens that pad its step",
         "DBO_SPLIT=nano, or `auto`; or enable_dsa_cp, with which micro-batches have them",

@@ -26,6 +26,8 @@ SCHEMES = (".weight", ".quant_type")  # suffixes of the description's keys that 
 INT8_SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")  # of INT8_METHODS; a whole model's name may be the first
 EXPERT_SCHEMES = (*INT8_SCHEMES, "W8A8_MXFP8", "W4A8_MXFP", "W4A4_MXFP4")  # the others are of MX_METHODS
 EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
+DENSE_INT8 = "C8"  # kv_cache_type of ModelSlim's description
+DENSE_INT8_CACHES = "int8 caches of dense attention (kv_cache_type: C8)"
 FLASH_BALANCING = 3  # number of a load balancing policy
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
@@ -146,7 +148,17 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
             "a cache of states after each block (mamba_cache_mode=all)",
         ),
     )
-    return _decline_used(features)
+    yield from _decline_used(features)
+    # A prompt that goes on reads its earlier keys from the cache, in int8. So would the second part of a prompt that is
+    # cut, whose step has these keys in floats.
+    yield from _decline_used([(_reads_int8_keys(vllm_config), DENSE_INT8_CACHES)], only_micro=True)
+
+
+def _reads_int8_keys(vllm_config: VllmConfig) -> bool:
+    """Return whether dense attention caches keys in int8, and has those of the step's own prompts in floats."""
+    transfer = vllm_config.kv_transfer_config
+    only_produces = transfer is not None and transfer.kv_role == "kv_producer"  # and caches floats
+    return DENSE_INT8 in _find_quantized_weights(vllm_config) and not only_produces
 
 
 def _list_later(vllm_config: VllmConfig, config: AscendConfig) -> Iterator[Decline]:

@@ -292,6 +292,23 @@ def test_what_leaves_attention_of_0_23_whole_has_nano_batches(monkeypatch: pytes
     assert [decline.only_micro for decline in found] == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("caches", "role", "is_told"),
+    [("C8", None, True), ("C8", "kv_consumer", True), ("C8", "kv_producer", False), ("", None, False)],
+)
+def test_dense_attention_that_reads_int8_keys_of_a_cut_prompt_has_nano_batches(
+    caches: str, role: str | None, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that only produces caches keeps floats."""
+    install_0_23(monkeypatch)
+    served = make_configured()
+    served.quant_config = make_quantized({"model_quant_type": "W8A8", "kv_cache_type": caches})
+    served.kv_transfer_config = None if role is None else SimpleNamespace(kv_role=role)
+    found = list(get_platform("npu").list_unsupported(served))
+    reason = "not supported yet: int8 caches of dense attention (kv_cache_type: C8)"
+    assert [(each.reason, each.only_micro) for each in found] == [(reason, True)] * is_told
+
+
 @pytest.mark.parametrize("setting", ["enable_flashcomm1", "enable_shared_expert_dp"])
 def test_flashcomm_of_vllm_ascend_0_23_is_declined_in_pipelines(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     staged = make_configured()
@@ -372,6 +389,7 @@ def make_configured(ranks_with_keys: int = 1) -> Any:
             enable_expert_parallel=True,
         ),
         quant_config=None,
+        kv_transfer_config=None,
         additional_config={},
         model_config=SimpleNamespace(
             architecture="DeepseekV3ForCausalLM", is_hybrid=False, is_moe=True, hf_text_config=SimpleNamespace()
