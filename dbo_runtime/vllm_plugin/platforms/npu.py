@@ -91,7 +91,7 @@ class NpuPlatform(Platform):
         return list_unproven(vllm_config, _find_proven())
 
     def cuts_ops(self, vllm_config: VllmConfig) -> bool:
-        """Return False if attention takes a chunk of the step's tokens, which no chunks of nano-batches make up.
+        """Return False if DeepSeek V4's attention takes a chunk of the step's tokens; no nano-batches make that up.
 
         In vllm-ascend 0.23, layers hand on all tokens in split steps.
         """
@@ -100,7 +100,7 @@ class NpuPlatform(Platform):
         from dbo_runtime.vllm_plugin.platforms.npu_context_parallel import shares_out_tokens
         from dbo_runtime.vllm_plugin.platforms.npu_flashcomm import is_earlier
 
-        is_other = not vllm_config.model_config.architecture.startswith("DeepseekV4")
+        is_other = not vllm_config.model_config.architecture.startswith("DeepseekV4For")  # V4.1 is another
         return is_other or not shares_out_tokens() or is_earlier(get_ascend_config())
 
     def find_stage_buffers(self, model: torch.nn.Module) -> StageBuffers:

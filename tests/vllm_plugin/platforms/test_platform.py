@@ -15,7 +15,7 @@ import torch
 from dbo_runtime.config import RuntimeConfig
 from dbo_runtime.decline import Decline
 from dbo_runtime.vllm_plugin.api.groups import Groups
-from dbo_runtime.vllm_plugin.platforms import cuda, npu
+from dbo_runtime.vllm_plugin.platforms import cuda, npu, npu_context_parallel, npu_flashcomm
 from dbo_runtime.vllm_plugin.platforms.encoder_attention import NpuAttention
 from dbo_runtime.vllm_plugin.platforms.npu_features import check_experts
 from dbo_runtime.vllm_plugin.platforms.platform import NO_BUFFERS
@@ -290,6 +290,27 @@ def test_what_leaves_attention_of_0_23_whole_has_nano_batches(monkeypatch: pytes
     install_0_23(monkeypatch, layer_sharding=["o_proj"], multistream_overlap_gate=True)
     found = get_platform("npu").list_unsupported(make_configured(ranks_with_keys=2))
     assert [decline.only_micro for decline in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_cut"),
+    [
+        ("DeepseekV4ForCausalLM", False),
+        ("DeepseekV4ForConditionalGeneration", False),
+        ("DeepseekV41ForCausalLM", True),
+        ("DeepseekV32ForCausalLM", True),
+    ],
+)
+def test_context_parallel_attention_takes_nano_batches_from_deepseek_v4_alone(
+    architecture: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_0_23(monkeypatch)
+    monkeypatch.setattr(npu_flashcomm, "is_earlier", lambda config: False)
+    served = make_configured()
+    served.model_config.architecture = architecture
+    for shares_out in (True, False):
+        monkeypatch.setattr(npu_context_parallel, "shares_out_tokens", lambda shares_out=shares_out: shares_out)
+        assert get_platform("npu").cuts_ops(served) is (is_cut or not shares_out)
 
 
 @pytest.mark.parametrize(
