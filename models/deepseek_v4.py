@@ -1,12 +1,10 @@
 """DeepSeek V4 (Flash and Pro): sparse attention over compressed keys, and experts, joined by hyper-connections.
 
-The classes are vllm-ascend's. Attention with its indexer and compressors is one op, which writes and reads up to five
-caches. The first layers choose experts by token id. In models that see images, all do, and the tokens of an image see
-each other; their steps are cut into nano-batches only.
+The classes are vllm-ascend's. Attention is one op, which writes and reads up to five caches. The first layers choose
+experts by token id. In models that see images all do; their steps are cut into nano-batches only.
 
-With tensor parallelism, each layer has two all-reduces, which overlap as in other mixtures of experts: `comm` reduces
-one micro-batch's attention (or experts) while `compute` runs the next one's. Only the reduced tensors are on `comm`.
-The residual streams, which are several times as large, stay on `compute`.
+With tensor parallelism, each layer has two all-reduces. Only the reduced tensors are on `comm`: the residual streams,
+which are several times as large, stay on `compute`.
 
 Proven inside vllm-ascend 0.30.0rc2 and 0.23.0.post1 on a stand-in for CANN only (tests/ascend/test_deepseek_v4.py).
 """
@@ -39,10 +37,10 @@ class DeepseekV4Adapter:
         unknown: Decline | None = check_parts(decoder, KNOWN)
         if unknown is not None:
             return unknown
-        layers = list(get_layers(decoder).values())
         if not type(decoder).__module__.startswith("vllm_ascend."):
             return Decline("DeepSeek V4 is split as vllm-ascend's class only")
-        if any(shares_out_tokens(layer) and not layer.use_sequence_parallel_moe for layer in layers):
+        layers = get_layers(decoder).values()
+        if any(shares_out_tokens(each) and not each.use_sequence_parallel_moe for each in layers):
             return Decline("context parallel sparse attention (enable_dsa_cp) of DeepSeek V4 without FlashComm")
         return self.decline_config(decoder.config)
 
@@ -50,9 +48,8 @@ class DeepseekV4Adapter:
         """Return why no model of this configuration can be split, or has micro-batches; None if there is no reason."""
         if getattr(config, "use_index_cache", False):
             return Decline("layers of DeepSeek V4 pass on which keys were chosen (use_index_cache)")
-        if getattr(config, "vision_n_layers", 0) > 0:
-            return Decline("tokens of an image see each other in DeepSeek V4", only_micro=True)
-        return None
+        images = Decline("tokens of an image see each other in DeepSeek V4", only_micro=True)
+        return images if getattr(config, "vision_n_layers", 0) > 0 else None
 
     def record(self, p: ProgramBuilder, model: Any, collectives: Collectives, x: Value, positions: Value) -> Value:
         """Declare one micro-batch: embedded tokens in, normed hidden states out."""
@@ -86,9 +83,8 @@ class DeepseekV4Adapter:
         if decoder._mtp_hidden_buffer is None:
             from torch import empty
 
-            decoder._mtp_hidden_buffer = empty(
-                decoder._mtp_buffer_shape, dtype=decoder._mtp_buffer_dtype, device=decoder.device
-            )
+            shape, dtype = decoder._mtp_buffer_shape, decoder._mtp_buffer_dtype
+            decoder._mtp_hidden_buffer = empty(shape, dtype=dtype, device=decoder.device)
         first = 0
         for part in parts:
             decoder._mtp_hidden_buffer[first : first + part.shape[0]].copy_(part.flatten(1))

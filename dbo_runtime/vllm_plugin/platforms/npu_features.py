@@ -27,7 +27,6 @@ INT8_SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC")  # of INT8_METHODS; a wh
 EXPERT_SCHEMES = (*INT8_SCHEMES, "W8A8_MXFP8", "W4A8_MXFP", "W4A4_MXFP4")  # the others are of MX_METHODS
 EXPANSION_MODE = "HCCL_OP_EXPANSION_MODE"
 DENSE_INT8 = "C8"  # kv_cache_type of ModelSlim's description
-DENSE_INT8_CACHES = "int8 caches of dense attention (kv_cache_type: C8)"
 FLASH_BALANCING = 3  # number of a load balancing policy
 UNQUANTIZED_CACHES = ("auto", "bfloat16", "float16", "float32", "bf16")
 
@@ -151,7 +150,8 @@ def _list_unsupported(vllm_config: VllmConfig, config: AscendConfig) -> Iterator
     yield from _decline_used(features)
     # A prompt that goes on reads its earlier keys from the cache, in int8. So would the second part of a prompt that is
     # cut, whose step has these keys in floats.
-    yield from _decline_used([(_reads_int8_keys(vllm_config), DENSE_INT8_CACHES)], only_micro=True)
+    of_micro_batches = ((_reads_int8_keys(vllm_config), "int8 caches of dense attention (kv_cache_type: C8)"),)
+    yield from _decline_used(of_micro_batches, only_micro=True)
 
 
 def _reads_int8_keys(vllm_config: VllmConfig) -> bool:
