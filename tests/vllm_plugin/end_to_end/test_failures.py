@@ -189,7 +189,7 @@ def lines(forward: SplitForward, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     """Let the runtime begin to count, and to tell, anew."""
     log = Lines()
     monkeypatch.setattr(forward.runtime, "statistics", Statistics())
-    monkeypatch.setattr(forward.runtime, "_log", log)
+    monkeypatch.setattr(forward.runtime, "log", log)
     monkeypatch.setattr(
         forward.runtime, "_executors", ExecutorCache(forward.runtime.device, log, 1, forward.runtime.events)
     )
