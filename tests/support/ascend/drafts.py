@@ -29,6 +29,7 @@ def answer_with_drafts(engine: Engine, rank: int, split: bool) -> tuple[list[Ans
     if split:
         cut_at_boundaries(engine, rank)
     else:
+        engine.cut_by_settings()  # cuts that an earlier comparison chose hold whatever the mode is
         engine.configure(DBO_MODE="off")
     with count_drafts(engine) as counts:
         answers, (steps, *_) = generate(engine, rank, [PROMPTS], TOKENS, ARRIVE)
