@@ -1,4 +1,4 @@
-"""Graphs of decodes inside vllm-ascend whose ops overlap because costs say so: dispatch beside shared experts.
+"""Graphs of decodes inside vllm-ascend whose ops overlap because costs say so: dispatch and shared experts.
 
 The stand-in computes each row by itself, so equal means equal to the last bit; see test_equivalence.py.
 """
@@ -14,15 +14,14 @@ from dbo_runtime.planner.costs.cost_file import save_costs
 from dbo_runtime.planner.costs.cost_table import CostTable, Provenance
 from dbo_runtime.planner.costs.op_cost import CommCost, ComputeCost, HostCost, OpCost
 from dbo_runtime.planner.costs.program_spec import describe_program
-from tests.standin.cann.cann import ORDERING, load
 from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import make_prompts
 from tests.support.ascend.options import GRAPHS
+from tests.support.ascend.replays import IN_GRAPH, trace_replays
 from tests.support.vllm.engine import Answer, Engine, find_difference
 
 PROMPTS = [make_prompts(40, 30, 25, 5), make_prompts(40, 7)]
 TOKENS = 17
-IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
 GATHER, SHARED_EXPERTS = "HcclAllGather", {"Matmul", "SwiGlu"}
 SIZES = GRAPHS["compilation_config"]["cudagraph_capture_sizes"]
 HELD = "a graph of decodes holds concurrent ops"
@@ -48,20 +47,9 @@ def answer(engine: Engine, rank: int) -> list[Answer]:
     return engine.generate(PROMPTS[rank], TOKENS)
 
 
-def list_beside(engine: Engine, rank: int) -> set[str]:
-    """Return the kernels of replays that compute while tokens are dispatched, which takes long here."""
-    import torch
-
-    standin = load()
-    assert standin is not None
-    standin.delay(GATHER, 0.02)
-    try:
-        with standin.trace() as traced:
-            engine.generate(PROMPTS[rank][:2], 3)  # the first token is a prefill's
-            torch.npu.synchronize()
-    finally:
-        standin.calm()
-    replayed = [kernel for kernel in traced if kernel.stream >= IN_GRAPH and kernel.name not in ORDERING]
+def list_overlapping(engine: Engine, rank: int) -> set[str]:
+    """Return the kernels of replays that start to compute while tokens are dispatched, which takes long here."""
+    replayed = trace_replays(engine, PROMPTS[rank][:2], **{GATHER: 0.02})
     gathers = [kernel for kernel in replayed if kernel.name == GATHER]
     computing = [kernel for kernel in replayed if kernel.stream % IN_GRAPH == 0]
     assert gathers
@@ -76,12 +64,12 @@ def test_decodes_replayed_from_graphs_that_costs_chose_give_the_same_bits(
     for eager in start(2):
         expected = eager.run(answer)
         eager.run(write_costs, path)
-    for costs, beside in ({}, set()), ({"DBO_COSTS": path}, SHARED_EXPERTS):
+    for costs, overlapping in ({}, set()), ({"DBO_COSTS": path}, SHARED_EXPERTS):
         capfd.readouterr()
         for replaying in start(2, environment={"DBO_MODE": "auto", **costs}, **GRAPHS):
             log = capfd.readouterr().err
             assert log.count(HELD) == (len(SIZES) if costs else 0)
             for unsplit, found in zip(expected, replaying.run(answer), strict=True):
                 assert find_difference(unsplit, found) == 0.0
-            for names in replaying.run(list_beside):
-                assert (names & SHARED_EXPERTS) == beside
+            for names in replaying.run(list_overlapping):
+                assert (names & SHARED_EXPERTS) == overlapping

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.ascend.engines import start
-from tests.support.ascend.equivalence import PROMPTS
-from tests.support.ascend.jobs import answer, answer_in_nano_batches, make_prompts
+from tests.support.ascend.equivalence import PROMPTS, assert_data_parallel_nano_batches_are_equal
+from tests.support.ascend.jobs import answer, answer_in_nano_batches
 from tests.support.vllm.engine import Engine, find_difference
 from tests.support.vllm.ranks import Ranks
 
@@ -25,12 +25,7 @@ def test_tensor_parallel_steps_are_equal_to_the_bit(two_npus: Ranks, count: int)
 
 
 def test_tokens_are_dispatched_to_experts_on_other_ranks(expert_npus: Ranks) -> None:
-    prompts = [make_prompts(40, 30, 25, 5), make_prompts(30, 20, 9)]
-    unsplit_by_rank = expert_npus.run(answer, prompts, 4)
-    nano_by_rank = expert_npus.run(answer_in_nano_batches, prompts, 4, 2)
-    for (unsplit, _), (nano, steps) in zip(unsplit_by_rank, nano_by_rank, strict=True):
-        assert min(steps) > 0, steps
-        assert find_difference(unsplit, nano) == 0.0
+    assert_data_parallel_nano_batches_are_equal(expert_npus)
 
 
 def test_latent_attention_is_in_parts(expert_npus: Ranks) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.standin.cann.cann import ORDERING, load
 from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import make_prompts
 from tests.support.ascend.options import GRAPHS
+from tests.support.ascend.replays import IN_GRAPH, trace_replays
 from tests.support.vllm.engine import Answer, Engine, find_difference
 from tests.support.vllm.ranks import Ranks
 
@@ -23,7 +23,6 @@ PROMPTS = [make_prompts(40, 30, 25, 5), make_prompts(40, 7)]
 AT_ONCE: list[tuple[int, ...]] = [(), ()]
 ARRIVE = [(0, 0, 1, 3), (0, 3)]  # decodes, prefills, and steps with both; the last at once, as all ranks ask for more
 TOKENS = (9, 3)  # the second rank runs dummy batches in the end
-IN_GRAPH = 1000000  # ids of streams from here on are lanes of graphs; see `Kernel`
 COPY, KEYS, SHARED_EXPERTS = "InplaceCopy", "KvRmsNormRopeCache", ("Matmul", "SwiGlu", "Matmul")
 ON_SIDE = [KEYS, *[KEYS, *SHARED_EXPERTS] * 2]  # of a dense layer and two with experts, without copies
 FUSED_ATTENTION = "attention stays one op"
@@ -98,7 +97,7 @@ def test_decodes_replayed_from_graphs_with_concurrent_keys_and_shared_experts_gi
         for arrive, tokens in ((AT_ONCE, (17, 17)), (ARRIVE, TOKENS)):
             unsplit_by_rank = side_ranks.run(answer, {"DBO_MODE": "off"}, arrive, tokens)
             assert_equal(unsplit_by_rank, replaying.run(answer, {"DBO_MODE": "auto"}, arrive, tokens))
-        for replays in replaying.run(trace_replays):
+        for replays in replaying.run(list_replayed):
             without_copies = {lane: [name for name in names if name != COPY] for lane, names in replays.items()}
             lanes = [lane for lane, names in without_copies.items() if names == ON_SIDE * 2]
             assert len(lanes) == 1, replays
@@ -110,17 +109,9 @@ def assert_equal(unsplit_by_rank: list[Found], found: list[Found]) -> None:
         assert find_difference(unsplit, answers) == 0.0
 
 
-def trace_replays(engine: Engine, rank: int) -> dict[int, list[str]]:
-    """Return what two replays ran, by stream."""
-    import torch
-
-    standin = load()
-    assert standin is not None
-    with standin.trace() as kernels:
-        engine.generate(PROMPTS[rank][:2], 3)  # the first token is a prefill's
-        torch.npu.synchronize()
+def list_replayed(engine: Engine, rank: int) -> dict[int, list[str]]:
+    """Return the names of what two replays ran, by stream."""
     found: dict[int, list[str]] = defaultdict(list)
-    for kernel in kernels:
-        if kernel.stream >= IN_GRAPH and kernel.name not in ORDERING:
-            found[kernel.stream].append(kernel.name)
+    for kernel in trace_replays(engine, PROMPTS[rank][:2]):
+        found[kernel.stream].append(kernel.name)
     return dict(found)

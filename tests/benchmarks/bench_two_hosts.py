@@ -5,7 +5,7 @@
 
 It makes two network namespaces (as root), a DeepSeek-V3 with random weights, and an engine over both for each kind of
 parallelism, which then sees all rates, and measures its costs at each. Every workload runs unsplit, split without
-overlap, split in two with overlap, and as planned from the costs, in turn. With pytest, only what there are targets for
+overlap, in nano-batches, and as planned from the costs, in turn. With pytest, only what there are targets for
 is measured, and held against them.
 """
 

@@ -20,9 +20,8 @@ BATCHES = {
 }
 OTHERS = ("micro-batches", "nano-batches", "order alone")
 HEADER = ("case", "step", *OTHERS, "both", "chosen")
-HARDLY = (
-    1.003  # the planner need not choose both together as long as they gain no more than this over the best other way
-)
+# As long as both gain no more than this over the best other way, the planner need not choose them.
+HARDLY = 1.003
 
 
 def test_both_together_gain_hardly_more_than_the_best_other_way(publish: Publish) -> None:

@@ -100,7 +100,7 @@ def draw_links(figure: Figure, tables: Sequence[Sequence[Row]]) -> None:
     axes = figure.subplots()
     links = list(dict.fromkeys(row["link"] for row in tables[0]))
     workloads = dict.fromkeys(row["workload"] for row in tables[0])
-    for colour, workload in zip(COLOURS, workloads, strict=False):
+    for colour, workload in zip(COLOURS, workloads, strict=False):  # a run may leave out workloads
         gains = [read_number(row["over unsplit"]) for row in tables[0] if row["workload"] == workload]
         axes.plot(links, gains, marker="o", color=colour, label=workload)
     _finish(axes, "gain of overlap over unsplit steps, by link", "times faster")

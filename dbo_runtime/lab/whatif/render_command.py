@@ -32,8 +32,7 @@ from dbo_runtime.planner.online.predictor import Predictor
 from dbo_runtime.setting_sources import read_options
 from dbo_runtime.setting_values import MAX_MICRO_BATCHES, name_policy
 
-ALTERNATE = ("alternate", 0)
-
+ALTERNATE = ("alternate", 0)  # order of nano-batches if no other is asked for; no search finds one
 DEFAULT_TOKENS = 8192  # tokens of the step to search an order for, if the costs have no step
 NOTE = "#"  # start of lines outside the table, which are skipped when it is read
 INVALID = 1
@@ -50,13 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of layers to show (default: one of each kind that the costs have)",
     )
-    parser.add_argument(
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
         "--micro-batches",
         default="auto",
         metavar="N",
         help="number of micro-batches (default: %(default)s, which is 2)",
     )
-    parser.add_argument(
+    parts.add_argument(
         "--nano-batches",
         type=int,
         metavar="N",

@@ -73,7 +73,7 @@ def compare_ways(table: CostTable, batch: Batch, config: RuntimeConfig) -> list[
 
 
 def _predict_both(program: Program, table: CostTable, batch: Batch, slices: Sequence[BatchSlice]) -> Iterator[Way]:
-    """Yield what a step takes in these micro-batches, each of which is cut into nano-batches, in alternation."""
+    """Yield the step in these micro-batches, each cut into nano-batches, for each number of these; parts alternate."""
     predictor, micro_batches = Predictor(program, table), measure_slices(batch, slices)
     for count in NANO_BATCHES:
         if min(each.tokens for each in micro_batches) < count:

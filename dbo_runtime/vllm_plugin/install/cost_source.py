@@ -209,6 +209,7 @@ class CostSource:
         )
 
     def _prepare_planner(self, table: CostTable, limits: ServingLimits) -> str:
+        """Give the runtime a planner, and return a text that identifies its orders."""
         runtime = self._runtime
         runtime.planner = planner = Planner(
             runtime.program, table, limits, keeps_layers=runtime.keeps_layers, rows=runtime.rows

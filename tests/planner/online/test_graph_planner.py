@@ -69,7 +69,7 @@ def choose_published(case: str, tokens: int, host: HostCost | None = None, **set
 
 @pytest.mark.parametrize("tokens", SIZES)
 def test_where_the_order_alone_gains_the_graph_holds_it(tokens: int) -> None:
-    """Dispatch beside shared experts, by the published costs of DeepSeek-R1 on 16 NPUs."""
+    """Dispatch during shared experts, by the published costs of DeepSeek-R1 on 16 NPUs."""
     choice = choose_published("r1-tp16-941", tokens)
     assert isinstance(choice, SplitChoice), choice
     assert (choice.cut.nano_batches, choice.prediction.micro_batches) == (1, 1)

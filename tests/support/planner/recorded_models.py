@@ -14,7 +14,7 @@ from dbo_runtime.ir.program import Program
 LAYERS = 7
 DENSE = 2  # the first layers have no experts
 STAGES = {"whole": (0, LAYERS), "first": (0, 3), "middle": (3, 5), "last": (5, LAYERS)}
-KIMI_ATTENTIONS = ("AscendKimiK3DeltaAttention", "AscendKimiMLAAttention")  # told apart by their classes
+KIMI_ATTENTIONS = ("AscendKimiK3DeltaAttention", "AscendKimiMLAAttention")  # distinguished by their classes
 AUXILIARY = (0, 3, 4, LAYERS)  # numbers of layers after which a drafter reads the hidden states
 
 # What a part has only where it is given: asked for with `hasattr`, or with False as its default.

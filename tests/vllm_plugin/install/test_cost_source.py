@@ -31,7 +31,7 @@ FILE = RuntimeConfig(mode="auto", costs="costs.json")
 
 
 def make_forward() -> SplitForward:
-    """Return a forward whose dispatch can run beside what computes."""
+    """Return a forward whose dispatch can run while another op computes."""
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
     p.comm("dispatch", lambda positions: positions + 1, positions)

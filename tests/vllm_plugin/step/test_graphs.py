@@ -38,7 +38,7 @@ FULL, NONE, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.PI
 
 
 def make_forward(model: Model, dispatch: float = 1e-3, host_sync: bool = False, **settings: Any) -> SplitForward:
-    """Return a forward that starts up. By its costs, a dispatch of so many seconds runs beside 1 ms of computing."""
+    """Return a forward that starts up. By its costs, a dispatch of so many seconds can run during 1 ms of computing."""
     p = ProgramBuilder()
     x, positions = p.input("x"), p.input("positions", token_dim=-1)
     p.comm("dispatch", lambda positions: positions + 1, positions, host_sync=host_sync)
