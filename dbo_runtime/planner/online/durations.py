@@ -87,16 +87,13 @@ class DurationTables:
         self._free = _collect(costs, "free_seconds")
         attention = [(FEATURES.index(feature), _collect(costs, rate)) for rate, feature in ATTENTION.items()]
         self._attention = [(feature, rates) for feature, rates in attention if rates.any()]
-        self._credited = [layout.names.index(name) for name in layout.communication]
-        self._host = round_durations(np.array([[table.host.issue, table.host.handover] for table in tables])[:, None])
+        credited = [layout.names.index(name) for name in layout.communication]
+        self._credited_per_token, self._credited_free = self._per_token[..., credited], self._free[..., credited]
+        self._host = np.array([[table.host.issue, table.host.handover] for table in tables])[:, None]
 
     def compute_ops(self, features: Vector) -> Vector:
         """Return the seconds of each kind of op [tables, batches, kinds] for features [batches, features]."""
-        sized = features[:, :1] * self._per_token - self._free
-        seconds: Vector = self._fixed + np.maximum(self._floor, sized)
-        for feature, rates in self._attention:
-            seconds += features[:, feature, None] * rates
-        return round_durations(seconds)
+        return round_durations(self._compute_exactly(features))
 
     def sum_ops(self, features: Vector) -> Vector:
         """Return the seconds of all ops one after another [tables, batches] for features [batches, features]."""
@@ -111,15 +108,27 @@ class DurationTables:
         steps, micro_batches, _ = slice_features.shape
         features = slice_features.reshape(steps * micro_batches, -1)
         size = len(self.tables), steps, -1
-        ops = self.compute_ops(features).reshape(size)
-        sent = features[:, :1] * self._per_token[..., self._credited]
-        credits = np.minimum(sent, self._free[..., self._credited]).reshape(size)
-        host = np.broadcast_to(self._host, (*ops.shape[:2], 2))
-        return np.concatenate([ops, round_durations(credits), host], axis=2)
+        ops = self._compute_exactly(features).reshape(size)
+        credits = np.minimum(features[:, :1] * self._credited_per_token, self._credited_free).reshape(size)
+        durations = np.empty((*ops.shape[:2], ops.shape[2] + credits.shape[2] + 2))
+        durations[..., : ops.shape[2]] = ops
+        durations[..., ops.shape[2] : -2] = credits
+        durations[..., -2:] = self._host
+        return round_durations(durations)
+
+    def _compute_exactly(self, features: Vector) -> Vector:
+        """Return the seconds of each kind of op, as `compute_ops` does, before they are rounded."""
+        sized = features[:, :1] * self._per_token
+        sized -= self._free
+        seconds: Vector = np.maximum(self._floor, sized, out=sized)
+        seconds += self._fixed
+        for feature, rates in self._attention:
+            seconds += features[:, feature, None] * rates
+        return seconds
 
     def compute_work(self, durations: Vector) -> Vector:
         """Return the sum of seconds for each kind of op [..., kinds of all micro-batches] from [..., durations]."""
-        micro_batches = (durations.shape[-1] - 2) // (len(self._counts) + len(self._credited))
+        micro_batches = (durations.shape[-1] - 2) // (len(self._counts) + self._credited_free.shape[-1])
         counts = self.repeat_counts(micro_batches)
         work: Vector = durations[..., : len(counts)] * counts
         return work
@@ -131,7 +140,9 @@ class DurationTables:
 
 def round_durations(seconds: Vector) -> Vector:
     """Return *seconds* rounded to multiples of `RESOLUTION`, whose sums are exact."""
-    rounded: Vector = np.rint(seconds * (1.0 / RESOLUTION)) * RESOLUTION
+    rounded: Vector = seconds * (1.0 / RESOLUTION)
+    np.rint(rounded, out=rounded)
+    rounded *= RESOLUTION
     return rounded
 
 

@@ -36,7 +36,10 @@ COUNTS = (1, 2, 3, 4, 6, 8)
 """Numbers of nano-batches to choose from. With 1, nothing is cut: only the model's own ops overlap."""
 
 KEPT_COUNTS = 4
-"""Numbers of nano-batches that steps are predicted with; more would take longer inside a step, and gain little."""
+"""Most numbers of nano-batches that steps are predicted with; more would take longer inside a step, and gain little."""
+
+KEPT_LOSS = 0.005
+"""Share by which a step may take longer with fewer numbers of nano-batches than with all of `COUNTS`."""
 
 MAX_BOOKS = 4 * len(COUNTS)  # books that are kept, those of earlier settings among them
 POLICIES = (("alternate", 0), ("staggered", 1), ("staggered", 2))
@@ -142,16 +145,18 @@ class NanoOrders:
 
 def _keep_best(books: dict[int, OrderBook], steps: Sequence[BatchFeatures]) -> dict[int, OrderBook]:
     """Return few of the books: by each table, each of *steps* takes about as long with these as with all."""
-    if len(books) <= KEPT_COUNTS:
-        return books
     ends = {count: _predict_ends(book, count, steps) for count, book in books.items()}
-    best = np.minimum.reduce([*ends.values()])
-    kept, taken = [min(books)], ends[min(books)]
-    while len(kept) < KEPT_COUNTS:
-        rest = (count for count in books if count not in kept)
-        kept.append(min(rest, key=lambda count: float((np.minimum(taken, ends[count]) / best).max())))
-        taken = np.minimum(taken, ends[kept[-1]])
+    kept = [min(books)] if books else []
+    while len(kept) < min(KEPT_COUNTS, len(books)) and _compute_loss(ends, kept) > KEPT_LOSS:
+        rest = [count for count in books if count not in kept]
+        kept.append(min(rest, key=lambda count: _compute_loss(ends, [*kept, count])))
     return {count: books[count] for count in sorted(kept)}
+
+
+def _compute_loss(ends: dict[int, Vector], kept: Sequence[int]) -> float:
+    """Return the largest share by which a step takes longer with the best of the *kept* numbers than with all."""
+    best = np.minimum.reduce([*ends.values()])
+    return float((np.minimum.reduce([ends[count] for count in kept]) / best).max()) - 1.0
 
 
 def _predict_ends(book: OrderBook, count: int, steps: Sequence[BatchFeatures]) -> Vector:

@@ -98,9 +98,12 @@ class OrderBook:
         durations = self._tables.compute_durations(stack_features(slice_features))
         ends = self._predict_alone(durations)
         for numbers, cost in self._overlap_costs:
-            work = self._compute_work(durations[numbers])
-            overlap = np.maximum(np.add.reduce(work, axis=2, keepdims=True) - ends[numbers], 0.0)
-            ends[numbers] += cost.estimate(work) * overlap
+            work, of_tables = self._compute_work(durations[numbers]), ends[numbers]
+            overlap = np.add.reduce(work, axis=2, keepdims=True) - of_tables
+            np.maximum(overlap, 0.0, out=overlap)
+            overlap *= cost.estimate(work)
+            of_tables += overlap
+            ends[numbers] = of_tables
         return ends
 
     def predict_one(self, slice_features: Sequence[BatchFeatures], order: NamedOrder) -> float:

@@ -48,11 +48,12 @@ class OverlapCost:
     def estimate(self, work: Vector) -> Vector:
         """Return the shares [..., orders] for steps whose kinds of op take these seconds [..., kinds].
 
+        They are [orders] where they are the same for all steps.
         They are interpolated by inverse distance to the power of four (Shepard 1968). The distance is between the
         shares of the work that each kind of op has. All sums are of multiples of `RESOLUTION` or its square.
         """
         if len(self.shares) == 1:
-            return np.broadcast_to(self.shares[0], (*work.shape[:-1], self.shares.shape[1]))
+            return self.shares[0]
         differences = _normalise(work, np.add.reduce(work, axis=-1, keepdims=True))[..., None, :] - self._points
         distances = np.maximum((differences * differences) @ self._kinds, SMALLEST_DISTANCE)
         ratios = np.minimum.reduce(distances, axis=-1, keepdims=True) / distances

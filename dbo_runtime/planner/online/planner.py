@@ -281,8 +281,8 @@ class Planner:
         ops = book.predict([cut.features for cut in cuts])
         split = self.table.host.time_split(ops, tokens) * self.memory.correction.factor(SPLIT)
         longer = np.concatenate([split[1:], split[:1] * (1.0 + self.table.split_error)])
-        reference = np.broadcast_to(np.append(unsplit[1:], unsplit[0])[:, None, None], longer.shape)
-        ratios = np.divide(longer, reference, out=np.ones_like(longer), where=reference > 0)  # see `compute_gain`
+        reference = np.concatenate([unsplit[1:], unsplit[:1]])[:, None, None]
+        ratios = np.divide(longer, reference, out=np.ones(longer.shape), where=reference > 0)  # see `compute_gain`
         worst_cases = (1.0 - ratios).min(axis=0).tolist()
         return [
             SplitChoice(order, Prediction(float(unsplit[0]), seconds, count, worst, order.side_ops, nano), cut)

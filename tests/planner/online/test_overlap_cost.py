@@ -145,7 +145,7 @@ def test_shares_of_other_steps_are_between_those_of_simulated_ones(
     points: tuple[np.ndarray, np.ndarray], other: list[float]
 ) -> None:
     shares, work = points
-    (estimated,) = OverlapCost(shares, work).estimate(np.array([other[: work.shape[1]]]))
+    estimated = OverlapCost(shares, work).estimate(np.array([other[: work.shape[1]]]))
     assert (estimated >= shares.min(axis=0) - RESOLUTION * len(shares)).all()
     assert (estimated <= shares.max(axis=0) + RESOLUTION * len(shares)).all()
 
