@@ -108,11 +108,12 @@ class DurationTables:
         steps, micro_batches, _ = slice_features.shape
         features = slice_features.reshape(steps * micro_batches, -1)
         size = len(self.tables), steps, -1
-        ops = self._compute_exactly(features).reshape(size)
-        credits = np.minimum(features[:, :1] * self._credited_per_token, self._credited_free).reshape(size)
-        durations = np.empty((*ops.shape[:2], ops.shape[2] + credits.shape[2] + 2))
-        durations[..., : ops.shape[2]] = ops
-        durations[..., ops.shape[2] : -2] = credits
+        ops: Vector = self._compute_exactly(features).reshape(size)
+        credits: Vector = np.minimum(features[:, :1] * self._credited_per_token, self._credited_free).reshape(size)
+        kinds, credited = ops.shape[-1], credits.shape[-1]
+        durations = np.empty((len(self.tables), steps, kinds + credited + 2))
+        durations[..., :kinds] = ops
+        durations[..., kinds:-2] = credits
         durations[..., -2:] = self._host
         return round_durations(durations)
 

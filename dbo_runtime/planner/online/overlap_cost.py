@@ -53,7 +53,8 @@ class OverlapCost:
         shares of the work that each kind of op has. All sums are of multiples of `RESOLUTION` or its square.
         """
         if len(self.shares) == 1:
-            return self.shares[0]
+            same: Vector = self.shares[0]
+            return same
         differences = _normalise(work, np.add.reduce(work, axis=-1, keepdims=True))[..., None, :] - self._points
         distances = np.maximum((differences * differences) @ self._kinds, SMALLEST_DISTANCE)
         ratios = np.minimum.reduce(distances, axis=-1, keepdims=True) / distances
