@@ -58,3 +58,11 @@ def test_races_on_data_parallel_ranks() -> None:
 
 def test_costs_that_are_measured_between_requests() -> None:
     check("Llama, one rank, costs measured between requests")
+
+
+def test_drafts_of_n_grams() -> None:
+    check("Llama, one rank, n-gram drafts")
+
+
+def test_drafts_of_a_layer_on_tensor_parallel_ranks() -> None:
+    check("DeepSeek V3, TP=2, MTP drafts")

@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; read whe
 from dbo_runtime.lab.soak.comparison import TOLERANCE
 from dbo_runtime.testing import EquivalenceReport, check_equivalence
 from tests.support.page import ROOT, make_table, tell_section
+from tests.support.vllm.drafters import NGRAM, draft_by_mtp
 from tests.support.vllm.engines import TINY
 from tests.support.vllm.families import make_family
 from tests.support.vllm.lora import make_lora
@@ -123,11 +124,11 @@ def get_deepseek(folder: Path) -> Path:
 
 CASES = (
     Case("Llama, TP=2", make_llama, 6, {**CACHED, "tensor_parallel_size": 2}),
-    Case("Llama, one rank", make_llama, 16, CACHED),
+    Case("Llama, one rank", make_llama, 12, CACHED),
     Case("DeepSeek V3, TP=2", get_deepseek, 6, {**LATENT, "tensor_parallel_size": 2}),
-    Case("Llama, one rank, two LoRA adapters", make_llama, 10, {**CACHED, **LORA}, loras=2),
+    Case("Llama, one rank, two LoRA adapters", make_llama, 8, {**CACHED, **LORA}, loras=2),
     Case("DeepSeek V3, DP=2 with experts", get_deepseek, 4, {**LATENT, **EXPERTS}),
-    Case("Qwen3-VL, one rank, images", make_vision, 10, CACHED),
+    Case("Qwen3-VL, one rank, images", make_vision, 8, CACHED),
     Case("Qwen3-MoE, DP=2 with experts", make_moe, 4, {**CACHED, **EXPERTS}),
     Case("DeepSeek V3, PP=2", get_deepseek, 6, {**LATENT, "pipeline_parallel_size": 2}),
     Case("Qwen3, one rank, embeddings", make_embedding, 6, {**CACHED, **POOLING}),
@@ -156,6 +157,8 @@ CASES = (
         "Qwen3-MoE, DP=2 with experts, DBO_CHECK=races", make_moe, 2, {**CACHED, **EXPERTS}, 0, {"DBO_CHECK": "races"}
     ),
     Case("Llama, one rank, costs measured between requests", make_llama, 4, CACHED, calibrates=True),
+    Case("Llama, one rank, n-gram drafts", make_llama, 4, {**CACHED, "speculative_config": NGRAM}),
+    Case("DeepSeek V3, TP=2, MTP drafts", get_deepseek, 4, {**LATENT, "tensor_parallel_size": 2, **draft_by_mtp(2)}),
 )
 
 

@@ -64,12 +64,13 @@ class Setup:
     def reference(self) -> str:
         """The engine to compare with.
 
-        vLLM's own CPU build runs no expert parallelism, no pipelines and not all of LoRA.
+        vLLM's own CPU build runs no expert parallelism, no pipelines, no drafts and not all of LoRA.
 
         This package patches vLLM for these. The patches also apply with `DBO_MODE=off`.
         """
-        needs = self.ranks > 1 or bool(self.loras) or self.options.get("enable_expert_parallel")
-        return OFF if needs or self.options.get("pipeline_parallel_size", 1) > 1 else PLAIN
+        needs = self.ranks > 1 or self.loras or self.options.get("pipeline_parallel_size", 1) > 1
+        needs = needs or any(self.options.get(name) for name in ("enable_expert_parallel", "speculative_config"))
+        return OFF if needs else PLAIN
 
     def start(self, mode: str) -> EngineProcess:
         """Start an engine with DBO_MODE *mode*; if that is empty, without overlap."""

@@ -140,7 +140,7 @@ class Engine:
             tuple(words),
             find_image_prompt(config, tokenizer),
             len(self._loras),
-            _list_lacking(bool(self._loras)),
+            _list_lacking(bool(self._loras), has_drafts=self._llm.llm_engine.vllm_config.speculative_config is not None),
             self._list_tasks(),
             bool(config.is_hybrid),
         )
@@ -243,11 +243,15 @@ def _keep_ranks_together(core: Any) -> None:
     core.step_fn = step_or_idle
 
 
-def _list_lacking(has_loras: bool) -> frozenset[str]:
-    """Return features that crash vLLM 0.30 on CPU: seeds with chunked prefills, prompt log-probabilities with LoRA."""
-    if not get_platform().needs_cpu_patches:
-        return frozenset()
-    return frozenset({"seed", "prompt_logprobs"} if has_loras else {"seed"})
+def _list_lacking(has_loras: bool, has_drafts: bool) -> frozenset[str]:
+    """Return the features that vLLM refuses beside drafts, and those that crash vLLM 0.30 on CPU.
+
+    There it crashes on seeds with chunked prefills, and on prompt log-probabilities with LoRA.
+    """
+    lacking = {"logit_bias"} if has_drafts else set()
+    if get_platform().needs_cpu_patches:
+        lacking |= {"seed", "prompt_logprobs"} if has_loras else {"seed"}
+    return frozenset(lacking)
 
 
 def _read_completion(completion: Any) -> Completion:
