@@ -78,7 +78,7 @@ def test_a_plan_of_a_pipelines_stage_says_which(costs: str, capsys: pytest.Captu
     table = load_costs(costs)
     layout = {**table.provenance.parallel, "pipeline": 2, "stage": 1}
     save_costs(replace(table, provenance=replace(table.provenance, parallel=layout)), costs)
-    assert ", pipeline parallel 2, stage 1\n" in run_plan(capsys, "--costs", costs, "--tokens", "4096")
+    assert ", pipeline parallel 2, stage 1\n" in run_plan(capsys, "--costs", costs, "--micro-batches", "2")
 
 
 def test_figures_come_as_json_too(costs: str, capsys: pytest.CaptureFixture[str]) -> None:

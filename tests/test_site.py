@@ -15,6 +15,8 @@ import pytest
 from tests.support.public_names import read_public_names
 from tests.support.site import build_site
 
+pytestmark = pytest.mark.slow  # building the site takes seconds
+
 ROOT = Path(__file__).parents[1]
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 # Of a page, by the document that it is made of; all other documents in docs/ keep their name.

@@ -209,6 +209,7 @@ def test_at_most_eight_files_come_back_and_none_is_large(kit: Kit) -> None:
     assert len(list(kit.out.iterdir())) <= MOST_FILES
 
 
+@pytest.mark.slow
 def test_logs_come_back_shortened(kit: Kit) -> None:
     assert kit.run(make_part("one", "well"))
     (kit.work / "logs" / "one.one").write_bytes(b"x" * MOST_BYTES + b"the end")
@@ -218,6 +219,7 @@ def test_logs_come_back_shortened(kit: Kit) -> None:
     assert text.rstrip().endswith("the end")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_in_a_line_and_what_was_written_before_stays(
     kit: Kit, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +234,7 @@ def test_a_full_disk_is_told_in_a_line_and_what_was_written_before_stays(
     assert json.loads((kit.work / RESULTS).read_text())["machine"] == {"chip": "any"}
 
 
+@pytest.mark.slow
 def test_results_that_are_damaged_begin_anew(kit: Kit) -> None:
     kit.work.mkdir(parents=True)
     (kit.work / RESULTS).write_text("{")

@@ -40,7 +40,7 @@ ALLOWED = {
 def test_what_comes_from_outside_is_read_or_refused(name: str, inputs: int) -> None:
     outcomes = fuzz(READERS[name], scale(50 * INPUTS) if READERS[name].share == 1.0 else inputs)
     assert outcomes.others == []
-    if READERS[name].share == 1.0:
+    if outcomes.inputs >= 2 * INPUTS:
         assert outcomes.accepted > 0, "none of them was valid"
         assert outcomes.refused > 0
     assert outcomes.memory < MAX_BYTES

@@ -1,4 +1,7 @@
-"""The cases of `make soak` that public reports were about, each with a few requests; they are in shards of CI."""
+"""Cases of `make soak`, each with a few requests: those that public reports were about, and drafts.
+
+They are in shards of CI.
+"""
 
 from __future__ import annotations
 

@@ -131,6 +131,7 @@ def test_a_shard_that_runs_other_tests_or_by_another_word_is_touched(tree: Path)
     assert len({finder.digest(shard) for shard in shards}) == len(shards)
 
 
+@pytest.mark.slow
 def test_every_shard_here_depends_on_the_runtime_and_names_what_is_there() -> None:
     catalogue = read_catalogue(ROOT)
     finder = InputFinder(ROOT, catalogue.inputs)

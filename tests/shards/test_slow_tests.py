@@ -91,6 +91,7 @@ def test_what_a_shard_names_in_vain_is_said_to_be_so(tree: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_each_slow_test_here_and_each_inside_vllm_ascend_is_in_one_shard() -> None:
     assert check_shards(ROOT, read_catalogue(ROOT).shards) == []
 

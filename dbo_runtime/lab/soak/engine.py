@@ -122,7 +122,8 @@ class Engine:
         return counts
 
     def _find_abilities(self) -> Abilities:
-        config = self._llm.llm_engine.vllm_config.model_config
+        vllm_config = self._llm.llm_engine.vllm_config
+        config = vllm_config.model_config
         tokenizer = None if config.skip_tokenizer_init else self._llm.get_tokenizer()
         special: set[int] = set()
         words: list[str] = []
@@ -140,7 +141,7 @@ class Engine:
             tuple(words),
             find_image_prompt(config, tokenizer),
             len(self._loras),
-            _list_lacking(bool(self._loras), has_drafts=self._llm.llm_engine.vllm_config.speculative_config is not None),
+            _list_lacking(bool(self._loras), vllm_config.speculative_config is not None),
             self._list_tasks(),
             bool(config.is_hybrid),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from dbo_runtime.errors import ConfigError
 from dbo_runtime.ir.policies import Order, alternate
@@ -25,6 +25,7 @@ from dbo_runtime.planner.search.search import find_order
 SEARCHED_LAYERS = 9  # room for a start, two periods of the steady state, and an end
 MAX_PERIOD_LAYERS = 3  # a longer period would leave no room for that
 SATURATION_TOLERANCE = 5e-3  # share of time in which the busiest lane may be idle
+MORE_STATES = 4  # times as many states for a beam whose order leaves every lane idle for longer: a narrow one may miss
 MAX_KEPT = 8  # shortened programs to keep
 MIN_EQUAL_LAYERS = 24  # with fewer, a search of all layers takes about as long
 
@@ -135,10 +136,14 @@ class PeriodSearch:
         def make_jobs_of(few: FewLayers) -> tuple[Job, ...]:
             return make_jobs([few.program] * len(times), [few.select(seconds) for seconds in times])
 
-        def search(few: FewLayers) -> Order:
-            return find_order(make_jobs_of(few), max_states).order
+        def search(states: int, few: FewLayers) -> Order:
+            return find_order(make_jobs_of(few), states).order
 
-        return self._make_periodic(search, make_jobs_of)
+        found = self._make_periodic(partial(search, max_states), make_jobs_of)
+        if found is None or len(times) == 2 or _keeps_busy(found.period, make_jobs_of(found.few), found.few):
+            return found
+        wider = self._make_periodic(partial(search, MORE_STATES * max_states), make_jobs_of)
+        return _choose_best([found, wider])
 
     def is_saturated(self, times: Sequence[Sequence[float]]) -> bool:
         """Return whether alternating keeps a lane busy in the steady state, so that no order adds less time per layer.
@@ -151,13 +156,8 @@ class PeriodSearch:
             return False
         programs = [few.program] * len(times)
         jobs = make_jobs(programs, [few.select(seconds) for seconds in times])
-        layer = slice(few.first, few.first + few.ops)
-        busy: dict[int, float] = defaultdict(float)
-        for job in jobs:
-            for operation in job.operations[layer]:
-                busy[operation.lane] += operation.seconds
         periods = find_periods(jobs, few, alternate(programs))
-        return bool(periods) and periods[0].rate <= max(busy.values()) * (1 + SATURATION_TOLERANCE)
+        return bool(periods) and _keeps_busy(periods[0], jobs, few)
 
     def repeat_policy(self, policy: Callable[[Sequence[Program]], Order], micro_batches: int) -> PeriodicOrder | None:
         """Return the order of a policy that treats each layer alike; None as for `find`."""
@@ -175,7 +175,7 @@ class PeriodSearch:
         self, make_order: MakeOrder, make_jobs_of: Callable[[FewLayers], Sequence[Job]]
     ) -> PeriodicOrder | None:
         """Make an order of a few layers, adding layers until its best period divides the omitted ones."""
-        options = []
+        options: list[PeriodicOrder | None] = []
         count = SEARCHED_LAYERS
         while count < SEARCHED_LAYERS + MAX_PERIOD_LAYERS and (few := self._keep(count)) is not None:
             order = make_order(few)
@@ -186,7 +186,22 @@ class PeriodSearch:
             if not periods or periods[0] is fitting:
                 break
             count += few.omitted % periods[0].layers
-        return min(options, key=lambda option: option.period.rate, default=None)
+        return _choose_best(options)
+
+
+def _choose_best(options: Sequence[PeriodicOrder | None]) -> PeriodicOrder | None:
+    """Return the order that adds the least time per layer, and of equal ones the first; None without any."""
+    found = [option for option in options if option is not None]
+    return min(found, key=lambda option: option.period.rate, default=None)
+
+
+def _keeps_busy(period: Period, jobs: Sequence[Job], few: FewLayers) -> bool:
+    """Return whether a lane is nearly always busy while the period repeats, so that no order adds less time."""
+    busy: dict[int, float] = defaultdict(float)
+    for job in jobs:
+        for operation in job.operations[few.first : few.first + few.ops]:
+            busy[operation.lane] += operation.seconds
+    return period.rate <= max(busy.values()) * (1 + SATURATION_TOLERANCE)
 
 
 def find_periods(jobs: Sequence[Job], few: FewLayers, order: Order) -> list[Period]:

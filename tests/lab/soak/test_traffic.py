@@ -80,6 +80,7 @@ def test_requests_fit_and_ask_only_for_what_there_is(drawn: list[Round]) -> None
             assert not {"stop", "bad_words", "structured_outputs", "image", "lora"} & found
 
 
+@pytest.mark.slow
 def test_most_prompts_are_their_own(drawn: list[Round]) -> None:
     """Hypothesis repeats more than half of them, left to itself."""
     for each in drawn:
@@ -99,6 +100,7 @@ def test_prompts_share_prefixes() -> None:
     assert one != other
 
 
+@pytest.mark.slow
 def test_prompts_of_a_few_tokens_come_beside_decodes(drawn: list[Round]) -> None:
     for each in drawn:
         requests = list_requests([each])

@@ -203,6 +203,7 @@ def test_a_program_that_declares_nothing_token_wise_has_no_nano_batches() -> Non
     assert declined.reason == "nowhere to cut"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_few_numbers_of_nano_batches_are_kept_and_lose_little(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [PREFILL, Batch((4096,), 4096), Batch((500,), 500), Batch((64,), 64)]

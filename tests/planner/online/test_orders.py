@@ -61,6 +61,7 @@ def test_ranks_that_ask_for_the_same_get_the_same_whatever_they_asked_before() -
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=scale(5), deadline=None)
 @given(st.sampled_from(CASES), st.integers(0, 2**32))
 def test_a_prediction_from_few_periods_is_that_of_all_layers(name: str, seed: int) -> None:
