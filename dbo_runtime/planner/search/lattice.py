@@ -39,8 +39,33 @@ class LatticeState(NamedTuple):
     trail: Trail | None
 
 
+class _Step(NamedTuple):
+    """A job's next operation at a position, and what the job holds there.
+
+    Attributes:
+        lane: index of the operation's lane; -1 if the job is finished.
+        seconds: duration of the operation in seconds.
+        slots: indices of the held ends that it waits for, among all that its job holds.
+        buffer: index of its buffer's time; -1 if it needs none.
+        follows: (job, position) of the operation that must come before; None if there is none.
+        held: number of ends that the job holds.
+        waiting: the lanes that wait for each held end [held][lanes].
+    """
+
+    lane: int
+    seconds: float
+    slots: tuple[int, ...]
+    buffer: int
+    follows: tuple[int, int] | None
+    held: int
+    waiting: tuple[tuple[int, ...], ...]
+
+
 class Lattice:
-    """The points, states and transitions of one search. A lattice never changes."""
+    """The points, states and transitions of one search. A lattice never changes.
+
+    A search visits tens of thousands of states, so what depends on the jobs alone is looked up in lists.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
@@ -49,8 +74,13 @@ class Lattice:
         buffers = [operation.buffer for job in jobs for operation in job.operations if operation.buffer is not None]
         self._clocks = self._lanes + 1 + max(buffers, default=-1)
         self._lengths = [len(job.operations) for job in jobs]
-        self._slots = [[_list_slots(job, position) for position in range(len(job.operations))] for job in jobs]
+        self._steps = [[_make_step(job, position, self._lanes) for position in range(len(job.held))] for job in jobs]
         self._kept = [[_list_kept(job, position) for position in range(len(job.operations))] for job in jobs]
+        self._paths = [job.path for job in jobs]
+        # Of each lane and job: delays, tail and left work; see `Job`.
+        self._tails = [[job.tail[lane] for job in jobs] for lane in range(self._lanes)]
+        self._delays = [[[each[lane] for each in job.delay] for job in jobs] for lane in range(self._lanes)]
+        self._left = [[[each[lane] for each in job.left] for job in jobs] for lane in range(self._lanes)]
 
     def start(self) -> tuple[LatticePoint, LatticeState]:
         """Return the point and state where a search starts."""
@@ -73,21 +103,18 @@ class Lattice:
         """Return the earliest start of each job's next operation; infinite for a finished job [jobs]."""
         starts = []
         offset = self._clocks
-        for job, slots, position, length in zip(self.jobs, self._slots, point, self._lengths, strict=True):
-            if position == length:
-                starts.append(math.inf)
-            else:
-                operation = job.operations[position]
-                start = times[operation.lane]
-                for slot in slots[position]:
-                    if times[offset + slot] > start:
-                        start = times[offset + slot]
-                if operation.buffer is not None:
-                    start = max(start, times[self._lanes + operation.buffer])
-                if operation.follows is not None:
-                    start = max(start, self._compute_followed_end(point, times, operation.lane, operation.follows))
-                starts.append(start)
-            offset += len(job.held[position])
+        for steps, position in zip(self._steps, point, strict=True):
+            lane, _, slots, buffer, follows, held, _ = steps[position]
+            start = times[lane] if lane >= 0 else math.inf
+            for slot in slots:
+                if times[offset + slot] > start:
+                    start = times[offset + slot]
+            if buffer >= 0:
+                start = max(start, times[buffer])
+            if follows is not None:
+                start = max(start, self._compute_followed_end(point, times, lane, follows))
+            starts.append(start)
+            offset += held
         return starts
 
     def list_issuable(self, point: LatticePoint) -> list[int]:
@@ -114,24 +141,26 @@ class Lattice:
     ) -> tuple[LatticePoint, LatticeState]:
         """Return the point and state after the job's next operation, which starts at *start*."""
         position = point[number]
-        operation = self.jobs[number].operations[position]
-        end = start + operation.seconds
-        times = list(state.times[: self._clocks])
-        times[operation.lane] = end
-        if operation.buffer is not None:
-            times[self._lanes + operation.buffer] = end
+        step = self._steps[number][position]
+        end = start + step.seconds
+        before = state.times
+        times = list(before[: self._clocks])
+        times[step.lane] = end
+        if step.buffer >= 0:
+            times[step.buffer] = end
         reached = (*point[:number], position + 1, *point[number + 1 :])
         offset = self._clocks
-        for other in self._numbers:
-            job = self.jobs[other]
-            held = state.times[offset : offset + len(job.held[point[other]])]
-            offset += len(held)
+        for other, steps in enumerate(self._steps):
+            held, waiting = steps[point[other]].held, steps[reached[other]].waiting
+            ends = before[offset : offset + held]
+            offset += held
             if other == number:
-                known = (*held, end)
-                held = tuple([known[slot] for slot in self._kept[number][position]])
-            if held:  # an end does not matter while the lanes that wait for it are busy anyway
-                for time, lanes in zip(held, job.awaiting[reached[other]], strict=True):
-                    times.append(max(time, min([times[lane] for lane in lanes])))
+                known = (*ends, end)
+                ends = tuple([known[slot] for slot in self._kept[number][position]])
+            if waiting:  # an end does not matter while the lanes that wait for it are busy anyway
+                for time, lanes in zip(ends, waiting, strict=True):
+                    free = times[lanes[0]] if len(lanes) == 1 else min([times[lane] for lane in lanes])
+                    times.append(time if time > free else free)
         return reached, LatticeState(tuple(times), Trail(state.trail, number))
 
     def bound(self, point: LatticePoint, times: Times, starts: Sequence[float]) -> float:
@@ -139,19 +168,25 @@ class Lattice:
         earliest_end = max(times[: self._lanes])
         unfinished = [number for number in self._numbers if point[number] < self._lengths[number]]
         for number in unfinished:
-            earliest_end = max(earliest_end, starts[number] + self.jobs[number].path[point[number]])
-        for lane in range(self._lanes):
+            end = starts[number] + self._paths[number][point[number]]
+            if end > earliest_end:
+                earliest_end = end
+        for time, delays, tails, lefts in zip(times, self._delays, self._tails, self._left, strict=False):
             first = tail = math.inf
             left = 0.0
             for number in unfinished:
-                job, position = self.jobs[number], point[number]
-                begin = starts[number] + job.delay[position][lane]
+                position = point[number]
+                begin = starts[number] + delays[number][position]
                 if begin < math.inf:
-                    first = min(first, begin)
-                    tail = min(tail, job.tail[lane])
-                    left += job.left[position][lane]
+                    if begin < first:
+                        first = begin
+                    if tails[number] < tail:
+                        tail = tails[number]
+                    left += lefts[number][position]
             if tail < math.inf:
-                earliest_end = max(earliest_end, max(first, times[lane]) + left + tail)
+                end = (first if first > time else time) + left + tail
+                if end > earliest_end:
+                    earliest_end = end
         return earliest_end
 
     def read_order(self, state: LatticeState) -> Order:
@@ -191,9 +226,14 @@ class Lattice:
         return times[offset + held.index(position)]
 
 
-def _list_slots(job: Job, position: int) -> tuple[int, ...]:
-    """Return the indices of the ends held at *position* that its operation waits for."""
-    return tuple(job.held[position].index(q) for q in job.operations[position].after)
+def _make_step(job: Job, position: int, lanes: int) -> _Step:
+    held, waiting = job.held[position], job.awaiting[position]
+    if position == len(job.operations):
+        return _Step(-1, 0.0, (), -1, None, len(held), waiting)
+    operation = job.operations[position]
+    slots = tuple(held.index(q) for q in operation.after)
+    buffer = -1 if operation.buffer is None else lanes + operation.buffer
+    return _Step(operation.lane, operation.seconds, slots, buffer, operation.follows, len(held), waiting)
 
 
 def _list_kept(job: Job, position: int) -> tuple[int, ...]:

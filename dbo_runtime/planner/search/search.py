@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import gt
+from operator import attrgetter, gt
+from typing import NamedTuple
 
 from dbo_runtime.ir.policies import Order
 from dbo_runtime.ir.schedule import Issue
@@ -123,22 +123,38 @@ def _choose_width(jobs: Sequence[Job], max_states: int) -> int:
 
 def _run_beam(lattice: Lattice, width: int) -> tuple[Order, float]:
     """Return the best order found, and its end. The beam keeps *width* states at each depth."""
-    point, state = lattice.start()
-    level = [(point, state)]
+    level = [_rank(lattice, *lattice.start())]
     for _ in range(lattice.depth):
         front: dict[LatticePoint, list[LatticeState]] = {}
-        for point, state in level:
-            _expand(lattice, point, state, lattice.compute_starts(point, state.times), front)
-        reached = [(point, state) for point, states in front.items() for state in states]
-        level = sorted(reached, key=partial(_rank, lattice))[:width]
-    best = min((state for _, state in level), key=lattice.compute_end)
+        for reached in level:
+            _expand(lattice, reached.point, reached.state, reached.starts, front)
+        found = [_rank(lattice, point, state) for point, states in front.items() for state in states]
+        level = sorted(found, key=attrgetter("bound", "lanes"))[:width]
+    best = min((reached.state for reached in level), key=lattice.compute_end)
     return lattice.read_order(best), lattice.compute_end(best)
 
 
-def _rank(lattice: Lattice, reached: tuple[LatticePoint, LatticeState]) -> tuple[float, float]:
-    """Return the sort key of a beam: the bound, then the sum of the lanes' times."""
-    point, state = reached
-    return lattice.bound(point, state.times, lattice.compute_starts(point, state.times)), lattice.sum_lanes(state)
+class _Reached(NamedTuple):
+    """A state that a beam has reached.
+
+    Attributes:
+        bound: earliest time at which everything can have ended; states are kept by it first.
+        lanes: sum of the times at which lanes are free; equal bounds are kept by it.
+        point: the state's point.
+        state: the state.
+        starts: earliest start of each job's next operation [jobs].
+    """
+
+    bound: float
+    lanes: float
+    point: LatticePoint
+    state: LatticeState
+    starts: Sequence[float]
+
+
+def _rank(lattice: Lattice, point: LatticePoint, state: LatticeState) -> _Reached:
+    starts = lattice.compute_starts(point, state.times)
+    return _Reached(lattice.bound(point, state.times, starts), lattice.sum_lanes(state), point, state, starts)
 
 
 def _run_exact(lattice: Lattice, to_beat: float, max_states: int) -> tuple[tuple[Order, float] | None, bool]:
