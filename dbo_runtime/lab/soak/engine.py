@@ -245,7 +245,7 @@ def _keep_ranks_together(core: Any) -> None:
 
 
 def _list_lacking(has_loras: bool, has_drafts: bool) -> frozenset[str]:
-    """Return the features that vLLM refuses beside drafts, and those that crash vLLM 0.30 on CPU.
+    """Return the features that vLLM refuses together with drafts, and those that crash vLLM 0.30 on CPU.
 
     There it crashes on seeds with chunked prefills, and on prompt log-probabilities with LoRA.
     """
