@@ -130,8 +130,8 @@ class PeriodSearch:
         """Return an order that ends soon, in a search time that does not grow with the number of equal layers.
 
         *times* are the seconds of the whole program's ops [micro-batches][ops], the same in all equal layers. Returns
-        None if the program has only a few equal layers, or if the order of a few layers has no period. If a beam's order
-        leaves every lane idle for some time, more states are searched, too.
+        None if the program has only a few equal layers, or if the order of a few layers has no period. More states are
+        searched where the order of a beam leaves every lane idle for some time.
         """
 
         def make_jobs_of(few: FewLayers) -> tuple[Job, ...]:
