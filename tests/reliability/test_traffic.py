@@ -65,7 +65,3 @@ def test_costs_that_are_measured_between_requests() -> None:
 
 def test_drafts_of_n_grams() -> None:
     check("Llama, one rank, n-gram drafts")
-
-
-def test_drafts_of_a_layer_on_tensor_parallel_ranks() -> None:
-    check("DeepSeek V3, TP=2, MTP drafts")

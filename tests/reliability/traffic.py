@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share few cores; read whe
 from dbo_runtime.lab.soak.comparison import TOLERANCE
 from dbo_runtime.testing import EquivalenceReport, check_equivalence
 from tests.support.page import ROOT, make_table, tell_section
-from tests.support.vllm.drafters import NGRAM, draft_by_mtp
+from tests.support.vllm.drafters import NGRAM
 from tests.support.vllm.engines import TINY
 from tests.support.vllm.families import make_family
 from tests.support.vllm.lora import make_lora
@@ -124,7 +124,7 @@ def get_deepseek(folder: Path) -> Path:
 
 CASES = (
     Case("Llama, TP=2", make_llama, 6, {**CACHED, "tensor_parallel_size": 2}),
-    Case("Llama, one rank", make_llama, 12, CACHED),
+    Case("Llama, one rank", make_llama, 16, CACHED),
     Case("DeepSeek V3, TP=2", get_deepseek, 6, {**LATENT, "tensor_parallel_size": 2}),
     Case("Llama, one rank, two LoRA adapters", make_llama, 8, {**CACHED, **LORA}, loras=2),
     Case("DeepSeek V3, DP=2 with experts", get_deepseek, 4, {**LATENT, **EXPERTS}),
@@ -158,7 +158,6 @@ CASES = (
     ),
     Case("Llama, one rank, costs measured between requests", make_llama, 4, CACHED, calibrates=True),
     Case("Llama, one rank, n-gram drafts", make_llama, 4, {**CACHED, "speculative_config": NGRAM}),
-    Case("DeepSeek V3, TP=2, MTP drafts", get_deepseek, 4, {**LATENT, "tensor_parallel_size": 2, **draft_by_mtp(2)}),
 )
 
 

@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from dbo_runtime.errors import DeviceError
 from dbo_runtime.lab.soak.answer import Answer, Completion, Counts, LogProbs
 from dbo_runtime.lab.soak.images import draw_image, find_image_prompt
 from dbo_runtime.lab.soak.request import Abilities, Request, Round
@@ -33,6 +34,7 @@ OPTIONS: Mapping[str, Any] = {
 }
 LONGEST_REQUESTS = 3  # longest requests that the KV cache holds, so that others are preempted
 CPU_CACHE_BYTES = 1 << 28  # otherwise vLLM's CPU build needs most of the memory free
+IDLE_STEPS = 10_000  # steps without an output after which none is expected; an answer has a few hundred tokens
 WORDS = 40  # words to draw stop strings and bad words from
 CALIBRATION_SECONDS = 4.0  # approximate: costs need not be good, but need two sizes, also on shared cores
 TASKS = ("embed", "token_embed", "classify", "token_classify")  # tasks of poolers that need only a prompt
@@ -164,6 +166,7 @@ class _Running:
         self._refused: dict[int, str] = {}
         self._running: set[int] = set()
         self._aborted: set[int] = set()
+        self._idle_steps = 0  # since the last output
 
     def change(self, turn: int) -> None:
         """Add the requests that arrive in a turn, and abort those that leave."""
@@ -176,8 +179,19 @@ class _Running:
                 self._running.discard(number)
 
     def step(self) -> None:
-        """Run one step of the engine."""
-        for output in self._engine.step():
+        """Run one step of the engine.
+
+        Raises:
+            DeviceError: vLLM schedules none of the running requests any more.
+        """
+        outputs = self._engine.step()
+        self._idle_steps = self._idle_steps + 1 if self._running and not outputs else 0
+        if self._idle_steps > IDLE_STEPS:
+            raise DeviceError(
+                f"vLLM has answered none of requests {sorted(self._running)} in {IDLE_STEPS} steps. Run the round with "
+                "fewer options of vLLM's, such as without drafts, to find the one it stops at."
+            )
+        for output in outputs:
             number = int(output.request_id)
             if isinstance(output, PoolingRequestOutput):
                 data = output.outputs.data.float()

@@ -79,6 +79,20 @@ def test_costs_are_measured_once_while_nothing_runs_and_prefixes_stay(pause: int
 
 
 @pytest.mark.vllm
+def test_requests_that_are_never_scheduled_again_end_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dbo_runtime.lab.soak import engine as module
+
+    monkeypatch.setattr(module, "IDLE_STEPS", STEPS - 1)  # each request needs one more
+    engine = module.Engine.__new__(module.Engine)
+    vars(engine).update(_llm=FakeLLM(), _loras=[], abilities=Abilities(320, frozenset(), 64), _calibrated=0)
+    engine.watch(calibrates=False, first_steps=False)
+    engine.run(Round(0, "0/0", {0: ask(0)}), 1)
+    monkeypatch.setattr(module, "IDLE_STEPS", STEPS - 2)
+    with pytest.raises(DeviceError, match=r"answered none of requests \[0\] in 3 steps"):
+        engine.run(Round(0, "0/0", {0: ask(0)}), 1)
+
+
+@pytest.mark.vllm
 def test_a_step_that_schedules_nothing_runs_a_dummy_batch_for_the_other_ranks() -> None:
     from dbo_runtime.lab.soak.engine import _keep_ranks_together
 
