@@ -14,6 +14,7 @@ import pytest
 
 from dbo_runtime.lab.doctor.probe_process import run_probe
 from dbo_runtime.vllm_plugin.api.known import LATEST_ASCEND
+from dbo_runtime.vllm_plugin.api.versions import Standing, classify_version
 from tests.ascend.count_recipes import NOT_DEFAULT, RELEASE, make_environment
 from tests.support.ascend.engines import start
 from tests.support.ascend.jobs import find_decider, make_prompts
@@ -72,8 +73,8 @@ def ask_doctor(form: Form, server: Server) -> Verdict:
     assert not facts["unknown_arguments"]
     if facts["declines"] or facts["hides_nothing"]:
         return Verdict(UNSPLIT)
-    has_nano = bool(facts["no_micro_batches"])
-    return Verdict(NANO if has_nano else MICRO, bool(facts["compared"]) or has_nano)
+    has_nano, is_untested = bool(facts["no_micro_batches"]), classify_version(facts["vllm"]) is Standing.UNTESTED
+    return Verdict(NANO if has_nano else MICRO, bool(facts["compared"]) or has_nano or is_untested)
 
 
 def prefill(engine: Engine, rank: int) -> list[Verdict]:
