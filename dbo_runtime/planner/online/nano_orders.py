@@ -144,10 +144,13 @@ class NanoOrders:
 
 
 def _keep_best(books: dict[int, OrderBook], steps: Sequence[BatchFeatures]) -> dict[int, OrderBook]:
-    """Return few of the books: by each table, each of *steps* takes about as long with these as with all."""
+    """Return few of the books: by each table, each of *steps* takes about as long with these as with all.
+
+    One that cuts is among them, for servers whose settings ask for a cut wherever there can be one.
+    """
     ends = {count: _predict_ends(book, count, steps) for count, book in books.items()}
     kept = [min(books)] if books else []
-    while len(kept) < min(KEPT_COUNTS, len(books)) and _compute_loss(ends, kept) > KEPT_LOSS:
+    while len(kept) < min(KEPT_COUNTS, len(books)) and (max(kept) == 1 or _compute_loss(ends, kept) > KEPT_LOSS):
         rest = [count for count in books if count not in kept]
         kept.append(min(rest, key=lambda count: _compute_loss(ends, [*kept, count])))
     return {count: books[count] for count in sorted(kept)}

@@ -220,3 +220,12 @@ def test_few_numbers_of_nano_batches_are_kept_and_lose_little(case: str, monkeyp
     for step in steps:
         best_of_few, best = (choose(planner, step, split="nano").prediction.split for planner in planners)
         assert best_of_few <= 1.01 * best
+
+
+def test_a_number_that_cuts_is_kept_where_the_order_alone_is_best() -> None:
+    planner = Planner(record("r1-tp16-941"), get_case("r1-tp16-941").table, shapes=[DECODES])
+    choice = planner.choose(DECODES, RuntimeConfig(mode="auto", split="nano", probation=False))
+    assert isinstance(choice, SplitChoice)
+    assert choice.prediction.nano_batches == 1
+    assert len(planner.orders) == 2
+    assert choose(planner, DECODES, split="nano").prediction.nano_batches > 1
