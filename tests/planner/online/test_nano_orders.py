@@ -190,9 +190,8 @@ def test_books_are_made_once_for_each_policy() -> None:
     known: dict[str, Any] = {}
     for settings in ({}, {"margin": 0.1}, {"micro_batches": 2}, {}):
         planner.prepare(RuntimeConfig(split="nano", **settings))
-        orders = {order.name: order for order in planner.orders}
-        known = known or orders
-        assert all(known[name] is order for name, order in orders.items())
+        assert planner.orders
+        assert all(known.setdefault(order.name, order) is order for order in planner.orders)
 
 
 def test_a_program_that_declares_nothing_token_wise_has_no_nano_batches() -> None:
