@@ -24,6 +24,7 @@ READERS = {reader.name: reader for reader in list_readers()}
 FILES = {name: reader for name, reader in READERS.items() if reader.file}
 SLOW_TO_READ = ("30 MiB of text", "1 million objects", "2 million names", "2 million names after wide text")
 INPUTS = 50
+SLOWLY_READ = ("config.json of a model",)  # a tenth of a second each
 
 PACKAGES = [Path(dbo_runtime.__file__).parent, Path(__file__).parents[2] / "models"]
 RUNS_WHAT_IT_READS = {"eval", "exec", "compile", "all_gather_object", "broadcast_object_list", "broadcast_object"}
@@ -38,9 +39,10 @@ ALLOWED = {
 @pytest.mark.parametrize("inputs", [INPUTS, pytest.param(10 * INPUTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READERS)
 def test_what_comes_from_outside_is_read_or_refused(name: str, inputs: int) -> None:
-    outcomes = fuzz(READERS[name], scale(50 * INPUTS) if READERS[name].share == 1.0 else inputs)
+    is_quick = READERS[name].share == 1.0 and name not in SLOWLY_READ
+    outcomes = fuzz(READERS[name], scale(50 * INPUTS) if is_quick else inputs)
     assert outcomes.others == []
-    if outcomes.inputs >= 2 * INPUTS:
+    if outcomes.inputs >= 2 * INPUTS:  # fewer may have no valid one among them
         assert outcomes.accepted > 0, "none of them was valid"
         assert outcomes.refused > 0
     assert outcomes.memory < MAX_BYTES

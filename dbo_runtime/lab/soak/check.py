@@ -68,9 +68,10 @@ class Setup:
 
         This package patches vLLM for these. The patches also apply with `DBO_MODE=off`.
         """
-        needs = self.ranks > 1 or self.loras or self.options.get("pipeline_parallel_size", 1) > 1
-        needs = needs or any(self.options.get(name) for name in ("enable_expert_parallel", "speculative_config"))
-        return OFF if needs else PLAIN
+        options = self.options
+        needs = self.ranks > 1 or self.loras or options.get("pipeline_parallel_size", 1) > 1
+        is_patched = needs or options.get("enable_expert_parallel") or options.get("speculative_config")
+        return OFF if is_patched else PLAIN
 
     def start(self, mode: str) -> EngineProcess:
         """Start an engine with DBO_MODE *mode*; if that is empty, without overlap."""

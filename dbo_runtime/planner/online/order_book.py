@@ -99,6 +99,7 @@ class OrderBook:
         ends = self._predict_alone(durations)
         for numbers, cost in self._overlap_costs:
             work, of_tables = self._compute_work(durations[numbers]), ends[numbers]
+            # In place, because these arrays are so small that making one takes longer than filling it.
             overlap = np.add.reduce(work, axis=2, keepdims=True) - of_tables
             np.maximum(overlap, 0.0, out=overlap)
             overlap *= cost.estimate(work)

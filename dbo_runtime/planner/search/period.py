@@ -25,7 +25,7 @@ from dbo_runtime.planner.search.search import find_order
 SEARCHED_LAYERS = 9  # room for a start, two periods of the steady state, and an end
 MAX_PERIOD_LAYERS = 3  # a longer period would leave no room for that
 SATURATION_TOLERANCE = 5e-3  # share of time in which the busiest lane may be idle
-MORE_STATES = 4  # times as many states for a beam whose order leaves every lane idle for longer: a narrow one may miss
+MORE_STATES = 4  # times as many states are searched again where a beam's order leaves every lane idle for some time
 MAX_KEPT = 8  # shortened programs to keep
 MIN_EQUAL_LAYERS = 24  # with fewer, a search of all layers takes about as long
 
@@ -141,7 +141,8 @@ class PeriodSearch:
             return find_order(make_jobs_of(few), states).order
 
         found = self._make_periodic(partial(search, max_states), make_jobs_of)
-        if found is None or len(times) == 2 or _keeps_busy(found.period, make_jobs_of(found.few), found.few):
+        is_exact = len(times) == 2  # only more micro-batches are searched by a beam, which may be too narrow
+        if found is None or is_exact or _keeps_busy(found.period, make_jobs_of(found.few), found.few):
             return found
         wider = self._make_periodic(partial(search, MORE_STATES * max_states), make_jobs_of)
         return _choose_best([found, wider])
@@ -176,7 +177,7 @@ class PeriodSearch:
         self, make_order: MakeOrder, make_jobs_of: Callable[[FewLayers], Sequence[Job]]
     ) -> PeriodicOrder | None:
         """Make an order of a few layers, adding layers until its best period divides the omitted ones."""
-        options: list[PeriodicOrder | None] = []
+        options = []
         count = SEARCHED_LAYERS
         while count < SEARCHED_LAYERS + MAX_PERIOD_LAYERS and (few := self._keep(count)) is not None:
             order = make_order(few)

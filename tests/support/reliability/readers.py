@@ -77,7 +77,7 @@ def list_readers() -> list[Reader]:
         Reader("trace", partial(make_json, traces), _summarize, "step.json", traces[0]),
         Reader("profile", partial(make_json, _make_profiles()), _summarize, "profile.json", _make_profiles()[0]),
         Reader("rendered schedule", partial(make_text, [_render()]), _check_schedule, "schedule.txt"),
-        Reader("config.json of a model", partial(make_json, [model]), _examine_model, "config.json", model, share=0.2),
+        Reader("config.json of a model", partial(make_json, [model]), _examine_model, "config.json", model),
         Reader("config.json of a draft", partial(make_json, [draft]), _shrink_model, "config.json", draft),
         Reader("metrics folder", _make_counts, _sum_counts, "counter_dbo1.db"),
         Reader("arguments of plan, render, trace", _make_words, _run_command, share=0.01, seconds=20.0),
